@@ -116,7 +116,7 @@ def expert_of(dit: Path, flag: str) -> str:
 
 
 def lora_of_the_other(path: Path, flag: str, own: str) -> str:
-    """A sentence where a LoRA's header says that it was trained for the other expert; else nothing.
+    """A sentence where a LoRA's header says that it was trained for the other expert, or its name; else nothing.
 
     Args:
         path: the LoRA, as it was given.
@@ -127,9 +127,11 @@ def lora_of_the_other(path: Path, flag: str, own: str) -> str:
         WangenError: as `headers.read_header`.
     """
     other = {"low": "high", "high": "low"}[own]
-    if read_header(lora_file(path), flag).metadata.get(EXPERT) != f"{other}_noise":
-        return ""
-    return f"{flag} {path} was trained for the {other}-noise expert"
+    noted = read_header(lora_file(path), flag).metadata.get(EXPERT)
+    if noted == f"{other}_noise":
+        return f"{flag} {path} was trained for the {other}-noise expert"
+    named = not noted and noise_of(path) == other
+    return f"{flag} {path} is by its name for the {other}-noise expert" if named else ""
 
 
 def _find(header: Header, names: Sequence[str]) -> TensorInfo | None:

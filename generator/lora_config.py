@@ -216,7 +216,7 @@ def _alphas(fields: Mapping[str, Any], where: str, kind: AdapterKind, dora: bool
         if fields.get(name) and not (dora and name == "use_dora"):
             raise WangenError(f"this LoRA has {words} ({name}), which is not supported", where=where)
     began = fields.get("init_lora_weights")
-    if isinstance(began, str) and began.startswith(CHANGES_BASE):
+    if isinstance(began, str) and began.lower().startswith(CHANGES_BASE):
         raise WangenError(f"this LoRA began by changing the base, which it does not hold (init_lora_weights {began})",
                           where=where, cure="save it with peft's path_initial_model_for_weight_conversion, which makes "
                           "a plain LoRA of it")  # fmt: skip

@@ -10,7 +10,7 @@ from wangen.generator.adapter_parts import HADAMARD, KRONECKER, WORDS
 from wangen.generator.errors import UsageError, WangenError
 from wangen.generator.lora_config import config_fields
 from wangen.generator.lora_keys import AdapterKind
-from wangen.runtime.adapters import Adapter, AdapterWeight
+from wangen.runtime.adapters import Adapter, AdapterWeight, with_smaller
 from wangen.runtime.libraries import (
     BaseTunerLayer,
     LoHaConfig,
@@ -183,6 +183,8 @@ def _install(
     dora = first.magnitude is not None
     if dora and multiplier != 1:
         raise UsageError(f"a DoRA at strength {multiplier:g}", cure="give it the strength 1: it scales whole weights")
+    if first.kind == "lora":  # else the first product of a file in float8 is beyond float16
+        wanted = {name: with_smaller(with_smaller(one, "down", 1), "up", 1) for name, one in wanted.items()}
     require_linear(transformer, fitting, first.kind, dora)
     add(transformer, _config(wanted), name)
     for module, weight in wanted.items():

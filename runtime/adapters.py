@@ -4,6 +4,7 @@ In between stands one neutral form, a dictionary from the module's name in diffu
 LoRAs have a narrower one of their own, `lora.Lora`, which is all that converting and merging files take.
 """
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -67,6 +68,24 @@ class AdapterWeight:
 
 
 Adapter = dict[str, AdapterWeight]
+
+
+def with_smaller(weight: AdapterWeight, part: str, size: float) -> AdapterWeight:
+    """The same change by a factor of a LoRA whose largest number is about `size`, if it was more than 8 times that.
+
+    Files in float8 fill its range, and a scale of billionths makes up for it. The power of two by which the factor is
+    divided here goes over to the scale: nothing is rounded.
+
+    >>> factors = {"down": torch.full((1, 4), 448.0), "up": torch.ones(4, 1)}
+    >>> found = with_smaller(AdapterWeight("lora", factors, 2**-10), "down", 0.5)
+    >>> found.factors["down"][0, 0].item(), found.scale
+    (0.4375, 1.0)
+    """
+    largest = float(weight.factors[part].float().abs().max())
+    if not 8 * size < largest < math.inf:
+        return weight
+    by = 2.0 ** round(math.log2(largest / size))
+    return replace(weight, factors={**weight.factors, part: weight.factors[part].float() / by}, scale=weight.scale * by)
 
 
 def without_numbers(weight: AdapterWeight) -> AdapterWeight:

@@ -19,7 +19,6 @@ from wangen.generator.lora_config import (
     ADAPTER_FILE,
     CONFIG_FILE,
     DIFFUSERS_METADATA,
-    DIFFUSERS_PREFIX,
     STALE,
     config_text,
     is_safetensors,
@@ -28,7 +27,7 @@ from wangen.generator.lora_config import (
 from wangen.generator.lora_keys import Layout, layout_of
 from wangen.generator.workspace import require_writable
 from wangen.runtime.adapters import Adapter, read_adapter
-from wangen.runtime.lora import Lora, as_stored, lora_fields, name_tensors, read_lora
+from wangen.runtime.lora import Lora, as_stored, described, lora_fields, name_tensors, needs_description, read_lora
 from wangen.runtime.safetensors_file import require_free, require_space, write
 from wangen.runtime.training.adapter_files import name_adapter
 
@@ -184,9 +183,9 @@ def _make(original: _Original, lora: Lora, layout: Layout, dtype: torch.dtype | 
     folded = any(weight.alpha != lora[name].alpha for name, weight in stored.items())
     words = "changed with the matrices, the scale of their product is the same" if folded else "kept"
     metadata = _metadata(original, layout, words)
-    if layout in ("diffusers", "peft"):  # for us also in peft's file, which may be copied without its configuration
-        own = {DIFFUSERS_PREFIX + key: value for key, value in fields.items()}
-        metadata[DIFFUSERS_METADATA] = json.dumps(own, sort_keys=True)
+    # For us also in peft's file, which may be copied without its configuration.
+    if layout in ("diffusers", "peft") or needs_description(stored, layout):
+        metadata |= described(stored)
     return _Made(name_tensors(stored, layout), metadata, config_text(fields))
 
 

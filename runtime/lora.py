@@ -4,6 +4,7 @@ In between stands one neutral form, a dictionary from the module's name in diffu
 that a LoRA makes to a weight is `multiplier * alpha / rank * up @ down`. `merge.py` adds it to a checkpoint for good.
 """
 
+import json
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -15,7 +16,14 @@ import torch
 from wangen.generator.errors import WangenError
 from wangen.generator.formats import DOWNLOAD_AGAIN, TensorInfo
 from wangen.generator.kinds import expect
-from wangen.generator.lora_config import Alphas, config_fields, lora_file, read_alphas
+from wangen.generator.lora_config import (
+    DIFFUSERS_METADATA,
+    DIFFUSERS_PREFIX,
+    Alphas,
+    config_fields,
+    lora_file,
+    read_alphas,
+)
 from wangen.generator.lora_keys import Layout, Part, is_of_qwen, module_names
 from wangen.generator.models.adapters import PLAIN, modules_of, unfit
 from wangen.runtime.libraries import BaseTunerLayer
@@ -177,6 +185,18 @@ def lora_fields(lora: Mapping[str, LoraWeight]) -> dict[str, Any]:
     )
 
 
+def described(lora: Mapping[str, LoraWeight]) -> dict[str, str]:
+    """What diffusers reads of a file's header."""
+    own = {DIFFUSERS_PREFIX + key: value for key, value in lora_fields(lora).items()}
+    return {DIFFUSERS_METADATA: json.dumps(own, sort_keys=True)}
+
+
+def needs_description(stored: Mapping[str, LoraWeight], layout: Layout) -> bool:
+    """Whether diffusers before 0.40 would take ranks that differ for scales; in kohya's layout all have alphas."""
+    folded = all(weight.alpha == weight.rank for weight in stored.values())
+    return layout != "kohya" and folded and len({weight.rank for weight in stored.values()}) > 1
+
+
 class Sized(Protocol):
     """What changes a weight of a certain shape."""
 
@@ -268,11 +288,12 @@ def _folded(lora: Mapping[str, LoraWeight], dtype: torch.dtype | None) -> Lora:
 def _with_scale(weight: LoraWeight, dtype: torch.dtype | None) -> LoraWeight:
     """The same change with the scale in `up`.
 
-    For float16, below whose 6e-5 numbers lose digits, a power of two goes over from `down`, so that the largest numbers
-    of both are about as large: it is exact, and each is as far from that end as it can be.
+    For float16, below whose 6e-5 numbers lose digits, and from float8, whose whole range is filled, a power of two goes
+    over from `down`, so that the largest numbers of both are about as large: it is exact, and each is as far from that
+    end as it can be.
     """
     down, up = weight.down, weight.up.double() * weight.scale
-    if (dtype or weight.up.dtype) == torch.float16:
+    if (dtype or weight.up.dtype) == torch.float16 or down.itemsize == 1:
         sizes = _largest(down), _largest(up)
         if all(0 < size < math.inf for size in sizes):
             shift = 2.0 ** round(math.log2(sizes[0] / sizes[1]) / 2)

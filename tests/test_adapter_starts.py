@@ -1,5 +1,6 @@
 """Files to start from that say little, or something that cannot be: alphas of nothing, magnitudes, factors."""
 
+import json
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,8 +16,12 @@ from trained import KINDS, MODEL, base_model, options_of, predicted, trained
 from wangen import profiles
 from wangen.generator.adapter_settings import Settings
 from wangen.generator.errors import WangenError
-from wangen.runtime import train
-from wangen.runtime.lora import adapter_layers
+from wangen.generator.headers import read_header
+from wangen.generator.steps import Export
+from wangen.runtime import export, train
+from wangen.runtime.adapter_layers import apply_adapter
+from wangen.runtime.adapters import read_adapter
+from wangen.runtime.lora import adapter_layers, read_lora
 from wangen.runtime.memory.quantize import quantize_blocks
 from wangen.runtime.models import family
 from wangen.runtime.training import loading
@@ -40,6 +45,63 @@ def test_ranks_are_taken_from_weights_that_change_nothing(tmp_path: Path, kind: 
     add_adapter(transformer, options, MODEL)
     assert max_abs(predicted(transformer), predicted(base_model())) < 2e-6
     assert all(layer.scaling["default"] > 0 for layer in adapter_layers(transformer).values())
+
+
+@pytest.mark.parametrize("again", [None, "bfloat16", "float32"])
+def test_a_file_in_float8_is_gone_on_with_from_factors_of_usual_sizes(tmp_path: Path, again: str | None):
+    options = options_of(tmp_path)
+    before, parameters = trained(options)
+    save(tmp_path / "a.safetensors", parameters, options, {})
+    flags = Export(
+        lora_weight=(tmp_path / "a.safetensors",), save_path=tmp_path / "b.safetensors", dtype="float8_e4m3fn"
+    )
+    export.run(flags)
+    start = tmp_path / "b.safetensors"
+    if again:
+        export.run(replace(flags, lora_weight=(start,), save_path=tmp_path / "c.safetensors", dtype=again))
+        start = tmp_path / "c.safetensors"
+    transformer = base_model()
+    own = add_adapter(transformer, replace(options, network_weights=start), MODEL)
+    away = predicted(before) - predicted(base_model())
+    assert (predicted(transformer) - predicted(before)).norm() < 2**-3 * away.norm(), "float8 has three digits"
+    assert all(found.detach().abs().max() < 8 * parameters[name].detach().abs().max() for name, found in own.items())
+
+
+def test_a_file_in_float8_is_no_infinity_in_float16(tmp_path: Path):
+    options = options_of(tmp_path)
+    save(tmp_path / "a.safetensors", trained(options)[1], options, {})
+    full = {name: replace(weight, factors={part: 2.0**10 * factor for part, factor in weight.factors.items()},
+                          scale=weight.scale * 2.0**-20)
+            for name, weight in read_adapter(tmp_path / "a.safetensors").items()}  # fmt: skip
+    transformer = base_model()
+    apply_adapter(transformer, full, name="one")
+    for layer in adapter_layers(transformer).values():
+        assert max(float(layer.lora_A["one"].weight.abs().max()), float(layer.lora_B["one"].weight.abs().max())) <= 8
+    other = base_model()
+    apply_adapter(other, read_adapter(tmp_path / "a.safetensors"), name="one")
+    assert torch.equal(predicted(transformer), predicted(other))
+
+
+@pytest.mark.parametrize("layout", ["comfyui", "diffusers", "kohya"])
+def test_ranks_that_differ_are_told_to_older_versions_of_diffusers(tmp_path: Path, layout: str):
+    options = options_of(tmp_path, network_alpha=2.0)
+    save(tmp_path / "a.safetensors", trained(options)[1], options, {})
+    one = "blocks.0.self_attn.q"
+    mixed = {
+        key: (value[:2] if "lora_A" in key else value[:, :2]).contiguous() if one in key else value
+        for key, value in load_file(tmp_path / "a.safetensors").items()
+    }
+    save_file(mixed, tmp_path / "b.safetensors")
+    options = replace(options, network_weights=tmp_path / "b.safetensors", dim_from_weights=True, lora_layout=(layout,))
+    save(tmp_path / "c.safetensors", add_adapter(base_model(), options, MODEL), options, {})
+    export.run(
+        Export(lora_weight=(tmp_path / "b.safetensors",), save_path=tmp_path / "d.safetensors", layout=(layout,))
+    )
+    for name in "cd":
+        told = json.loads(read_header(tmp_path / f"{name}.safetensors", "").metadata.get("lora_adapter_metadata", "{}"))
+        found = told.get("transformer.r"), told.get("transformer.rank_pattern"), told.get("transformer.lora_alpha")
+        assert found == ((None, None, None) if layout == "kohya" else (4, {"blocks.0.attn1.to_q": 2}, 4.0))
+        assert read_lora(tmp_path / f"{name}.safetensors")["blocks.0.attn1.to_q"].rank == 2
 
 
 def test_magnitudes_of_another_size_are_refused_by_the_header(tmp_path: Path):

@@ -361,11 +361,17 @@ def test_a_lora_of_the_other_expert_is_said(tiny_run, lora, tmp_path, monkeypatc
         raise WangenError("far enough")
 
     monkeypatch.setattr(generate, "make_scenes", stop)
-    high = tmp_path / "high.safetensors"
-    save_file(load_file(lora), high, {"wangen.expert": "high_noise"})
-    with pytest.raises(WangenError, match="far enough"):
-        generate.run(options_for(tiny_run, tmp_path / "a.mp4", lora_weight=(high,)))
-    assert "was trained for the high-noise expert" in caplog.text
+    for name, header, told in (
+        ("a", {"wangen.expert": "high_noise"}, "was trained for the high-noise expert"),
+        ("style_high_noise", None, "is by its name for the high-noise expert"),
+        ("mine_high_noise", {"wangen.expert": "low_noise"}, ""),
+    ):
+        save_file(load_file(lora), tmp_path / f"{name}.safetensors", header)
+        caplog.clear()
+        with pytest.raises(WangenError, match="far enough"):
+            generate.run(options_for(tiny_run, tmp_path / "a.mp4", lora_weight=(tmp_path / f"{name}.safetensors",)))
+        assert told in caplog.text
+        assert ("high-noise expert" in caplog.text) == bool(told)
 
 
 def test_frames_that_are_no_numbers_are_not_written(tiny_run, tmp_path, monkeypatch):

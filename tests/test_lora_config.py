@@ -103,7 +103,7 @@ def test_variants_that_are_more_than_two_factors_are_refused(tmp_path: Path, fie
         read_lora(tmp_path / "adapter")
 
 
-@pytest.mark.parametrize(("began", "refused"), [("pissa", True), ("pissa_niter_4", True), ("olora", True),
+@pytest.mark.parametrize(("began", "refused"), [("pissa", True), ("pissa_niter_4", True), ("OLoRA", True),
                                                 ("gaussian", False), (True, False)])  # fmt: skip
 def test_a_lora_that_began_with_a_part_of_the_base_is_refused(tmp_path: Path, began: object, refused: bool):
     """peft takes that part from the base when it loads it; by itself the file is another change."""

@@ -196,8 +196,14 @@ def require_files(options: Generate, model: Model, encoders: Encoders | None) ->
     for name, flag, multiplier in LORA_FLAGS if model.experts else LORA_FLAGS[:1]:
         header = expect(getattr(options, name), model.kind_of(name), f"--{name}", model.name)
         _refuse_blocks(options, header)
-        for path, strength in zip(getattr(options, flag), getattr(options, multiplier), strict=True):
-            _refuse_lora(path, f"--{flag}", header, strength)
+        doras = [
+            path
+            for path, strength in zip(getattr(options, flag), getattr(options, multiplier), strict=True)
+            if _refuse_lora(path, f"--{flag}", header, strength) and strength
+        ]
+        if len(doras) > 1:
+            log.warning("  --%s: each of %d DoRAs scales whole weights: together they are not the sum of what each "
+                        "does, and other tools make something else of them", flag, len(doras))  # fmt: skip
     if encoders is not None:
         encoders.require(model)
     if warning := task_warning(options.dit, model):
@@ -218,19 +224,21 @@ def _refuse_blocks(options: Generate, transformer: Header) -> None:
                          cure=f"give 0 to {blocks}")  # fmt: skip
 
 
-def _refuse_lora(path: Path, flag: str, transformer: Header, strength: float) -> None:
-    """A LoRA that is damaged or of another model, or a DoRA at a strength that it cannot have."""
+def _refuse_lora(path: Path, flag: str, transformer: Header, strength: float) -> bool:
+    """A LoRA that is damaged or of another model, or a DoRA at a strength that it cannot have; whether it is a DoRA."""
     file, weights, adapter = lora_file(path), changeable_weights(transformer), read_adapter(path, flag)
     if not adapter.keys() & weights.keys():
         raise nothing_matches(adapter, str(file))
     for module, weight in adapter.items():
         if module in weights:
             require_size(module, weight, weights[module].shape, str(file))
-    if strength not in (0, 1) and any(weight.magnitude is not None for weight in adapter.values()):
+    is_dora = any(weight.magnitude is not None for weight in adapter.values())
+    if strength not in (0, 1) and is_dora:
         raise UsageError(f"a DoRA at strength {strength:g}", where=str(file),
                          cure="give it the strength 1: it scales whole weights")  # fmt: skip
     if warning := lora_of_the_other(path, flag, "high" if flag.endswith("high_noise") else "low"):
         log.warning("  %s", warning)
+    return is_dora
 
 
 def files_of(options: Generate, prompts: Sequence[SamplePrompt]) -> list[Path]:

@@ -217,7 +217,7 @@ class Sampler:
             active = {name: strength for name, strength in given.items() if strength}
             for layer in adapter_layers(loaded.place.transformer).values():
                 doras = getattr(layer, "lora_magnitude_vector", {})
-                # peft's DoRA scales what stands before it as well: it is first, so that all add up.
+                # peft's DoRA scales what stands before it as well: it is first, so that LoRAs add up.
                 layer.set_adapter(sorted(active, key=lambda name: name not in doras))
                 for name, strength in active.items():
                     if strength != 1 and name in doras:

@@ -21,7 +21,7 @@ from wangen.runtime.adapter_layers import (
     parts_of,
     require_linear,
 )
-from wangen.runtime.adapters import AdapterWeight, read_adapter
+from wangen.runtime.adapters import AdapterWeight, read_adapter, with_smaller
 from wangen.runtime.libraries import (
     BaseTunerLayer,
     LoHaConfig,
@@ -172,6 +172,8 @@ def _set_magnitude(layer: BaseTunerLayer, chosen: Settings) -> None:
 def _start_from(layer: BaseTunerLayer, module: str, weight: AdapterWeight, chosen: Settings) -> None:
     """Copy one layer's adapter, scaled so that it begins with the same change of the weights."""
     own = parts_of(dict(layer.named_parameters(prefix=module)))[module]
+    if chosen.kind == "lora":  # near what is drawn: hundreds in `down` would make of each step of `up` a leap
+        weight = with_smaller(weight, "down", 1 / math.sqrt(weight.factors["down"].shape[1]))
     assert all(own[part].shape == factor.shape for part, factor in weight.factors.items()), "as `require_adapter` sees"
     ratio = weight.scale / layer.scaling[NAME]
     scaled = {
