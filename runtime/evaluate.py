@@ -180,7 +180,9 @@ def _prepare(options: Evaluate) -> Judged:
     boundary = training.timestep_boundary if model.experts else None
     items = find_entries(training, model, read_samples(training, model))
     rest: list[CachedSample] = []
-    judged_by = items
+    judged_by = [item for item in items if not item.sample.entry.is_reg]
+    if not judged_by:
+        raise UsageError("there is nothing to judge by but regularisation sets", where=str(options.dataset))
     if options.validation_items:
         rest, judged_by = held_out(items, options.validation_items, options.seed, instead=NOT_TRAINED_ON)
     told = options.training_config

@@ -375,8 +375,9 @@ def _timing_before(options: Train) -> dict[str, Any]:
 
 def _report(plan: Plan, step: int, facts: Mapping[str, Any], *, done_before: bool = False) -> Report:
     options, use = plan.options, cache_use(plan.samples)
-    losses = f"loss {facts[FIRST_LOSS]:.4f} at the first step, {facts[LAST_LOSS]:.4f} at the last"
-    summary = f"already trained, {step} steps" if done_before else f"{step} steps, {losses}"
+    summary = f"already trained, {step} steps" if done_before else f"{step} steps"
+    if not done_before and len(plan.experts) == 1:  # of two, the first and the last step may be other experts'
+        summary += f", loss {facts[FIRST_LOSS]:.4f} at the first step, {facts[LAST_LOSS]:.4f} at the last"
     files = [plan.file(expert) for expert in plan.experts]
     return Report(
         folder=options.output_dir,

@@ -58,16 +58,19 @@ def fill(tiny_run: TinyRun, **dataset: Path) -> None:
 
 
 def test_it_finds_the_held_out_loss_that_training_finds(tiny_run, tmp_path):
+    own_config, text = tmp_path / "with_regularisation.toml", tiny_run.dataset_config.read_text(encoding="utf-8")
+    own_config.write_text(
+        f"{text}\n[[datasets]]{text.rpartition('[[datasets]]')[2]}\nis_reg = true\n", encoding="utf-8"
+    )
     options = tiny_run.options(
-        tmp_path / "run", max_train_steps=4, learning_rate=1e-2, validation_config=tiny_run.dataset_config,
+        tmp_path / "run", max_train_steps=4, learning_rate=1e-2, validation_config=own_config,
         validation_timesteps=3, validate_every_n_steps=4, seed=42,
     )  # fmt: skip
     train.run(options)
     lines = map(json.loads, (tmp_path / "run/metrics.jsonl").read_text(encoding="utf-8").splitlines())
     (_, own) = [line["validation"] for line in lines if "validation" in line]
-    evaluate.run(
-        flags(tiny_run, tmp_path / "run/lora.safetensors", tmp_path / "out", validation_timesteps=3, num_videos=0)
-    )
+    judged = flags(tiny_run, tmp_path / "run/lora.safetensors", tmp_path / "out", dataset_config=own_config)
+    evaluate.run(replace(judged, validation_timesteps=3, num_videos=0))
     found = read_evaluation(tmp_path / "out/evaluation.json")
     assert found.mean_base == pytest.approx(own["mean_base"], rel=1e-5)
     assert found.winner.mean_loss == pytest.approx(own["mean_adapter"], rel=1e-4)

@@ -172,10 +172,20 @@ def test_numbers_as_good_as_zero_are_drawn(tmp_path):
     assert "chart-grad-norm" in {attributes.get("id") for attributes in page.all("div")}
 
 
+def test_numbers_of_a_run_are_of_all_its_starts_and_losses_of_each_expert(tmp_path):
+    lines = [step_line(1, loss=2.0, expert="high"), step_line(2, loss=1.5, expert="high", s_per_step=1.5),
+             step_line(1, loss=0.75, expert="low", tokens_per_s=1000.0, s_per_step=2.0)]  # fmt: skip
+    folder = write_metrics(tmp_path, lines)
+    last = {"first_loss": 2.0, "last_loss": 0.75, "seconds_training": 2.1, "speed": {"s_per_step": 2.0}}
+    (folder / "train.report.json").write_text(json.dumps({"step": "train", "ok": True, "result": last}))
+    text = Page(page_of(folder)).text
+    for words in ("stephigh 2.0000 to 1.5000, low 0.7500 to 0.7500", "steps4.0 s", "step1.33", "second2500"):
+        assert words in text
+
+
 @pytest.mark.parametrize("seconds", [math.nan, math.inf, 10**400], ids=["nan", "inf", "huge"])
 def test_times_that_nobody_can_read_are_left_out(tmp_path, seconds):
-    folder = write_metrics(tmp_path, [step_line(1)])
-    report = {"step": "train", "ok": True, "settings": {"output_name": "cats"}, "timings": {"total_s": seconds},
-              "result": {"speed": {"s_per_step": seconds}}}  # fmt: skip
+    folder = write_metrics(tmp_path, [step_line(1) | {"s_per_step": seconds}])
+    report = {"step": "train", "ok": True, "settings": {"output_name": "cats"}, "timings": {"total_s": seconds}}
     (folder / "train.report.json").write_text(json.dumps(report))
     assert "seconds per step" not in Page(page_of(folder)).text

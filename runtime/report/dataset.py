@@ -1,6 +1,7 @@
 """The dataset of a run as the trainer sees it: buckets, captions, pictures; and what its cache folders hold."""
 
 import io
+import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import chdir
 from dataclasses import dataclass, field
@@ -128,7 +129,7 @@ def _facts(config: Path, samples: Sequence[Sample]) -> dict[str, str]:
         "dataset": config.name,
         "samples": f"{len(samples)}: {', '.join(kinds)}",
         "captions": f"{len(set(captions))} different ones of {words[0]} to {words[-1]} words, "
-        f"half of them longer than {words[len(words) // 2]}",
+        f"{statistics.median(words):g} at the median",
     }
 
 

@@ -109,7 +109,7 @@ def render(run: RunFiles, sections: Sequence[Section], status: Status | None = N
     """
     style, script = _asset("report.css"), _asset("report.js")
     numbers = dict(plan_numbers(run))
-    facts = [run.task, f"{numbers['steps']} steps" if "steps" in numbers else "", numbers.get("time of this run", "")]
+    facts = [run.task, f"{numbers['steps']} steps" if "steps" in numbers else "", numbers.get("time of the steps", "")]
     return _environment().get_template("page.html.j2").render(
         run=run, sections=sections, status=status, style=style, script=script, poll_s=POLL_S,
         policy=policy(style, script), facts=[fact for fact in facts if fact],
