@@ -153,7 +153,9 @@ def adapter_modules(header: Header, file: Path) -> dict[str, dict[str, TensorInf
         WangenError: a key that is not understood, two keys for one part, kinds mixed, a factor missing.
     """
     if problem := unfit_adapter(header.tensors):
-        raise WangenError(problem, where=str(file), cure="give a LoRA, DoRA, LoHa or LoKr of a Wan transformer")
+        raise WangenError(
+            problem, where=str(file), cure="give a LoRA, DoRA, LoHa or LoKr of a Wan or Qwen-Image transformer"
+        )
     return adapter_parts.adapter_modules(header.tensors)
 
 

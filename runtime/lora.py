@@ -143,7 +143,7 @@ def name_tensors(stored: Mapping[str, LoraWeight], layout: Layout) -> dict[str, 
         try:
             down, up, alpha = module_names(layout, module, qwen=qwen)
         except KeyError as error:
-            raise WangenError(f"{module} is no module of a Wan transformer") from error
+            raise WangenError(f"{module} is no module of a Wan or Qwen-Image transformer") from error
         tensors[down], tensors[up] = weight.down, weight.up
         if layout == "kohya" or (layout == "comfyui" and weight.alpha != weight.rank):
             tensors[alpha] = torch.tensor(weight.alpha, dtype=torch.float32)

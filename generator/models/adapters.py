@@ -32,7 +32,7 @@ from wangen.generator.lora_keys import LoraKey, Part, layout_of, parse_key
 Modules = dict[str, dict[Part, TensorInfo]]
 """The tensors of a LoRA by module, as diffusers calls it, and part."""
 
-PLAIN = "a plain LoRA (down and up matrices) of a Wan transformer"
+PLAIN = "a plain LoRA (down and up matrices) of a Wan or Qwen-Image transformer"
 
 _BLOCK = re.compile(r"(?P<list>(?:transformer_)?blocks)\.(?P<number>\d+)\.")
 _QUERY = re.compile(r"blocks\.\d+\.attn[12]\.to_q|transformer_blocks\.\d+\.attn\.to_q")
