@@ -13,7 +13,7 @@ import pytest
 import torch
 from attention_cases import Calls
 from fast_dit import CONFIGS, WAYS, adapted, largest_error, same, step
-from parity import max_abs
+from parity import max_abs, rel_rms
 from tiny_qwen import TEXT_DIM, make_transformer
 from torch import Tensor
 
@@ -23,6 +23,7 @@ from wangen.runtime.memory.quantize import QuantLinear, quantize_blocks
 from wangen.runtime.memory.swap import BlockSwap
 from wangen.runtime.models import inputs as inputs_module
 from wangen.runtime.models.compute import Compute, Tricks
+from wangen.runtime.models.plain import PlainModel
 from wangen.runtime.models.qwen_image_edit.fast import FastQwen
 from wangen.runtime.models.qwen_image_edit.transformer import predict_velocity
 from wangen.runtime.training.full import trainable_parameters
@@ -237,6 +238,17 @@ def test_masters_in_float32_are_trained_in_bfloat16():
     assert all(gradient.dtype == torch.float32 for gradient in told(gradients).values())
     kept = [name for name in told(wanted) if "add_k_proj.bias" not in name and "to_k.bias" not in name]
     assert largest_error({n: gradients[n] for n in kept}, {n: wanted[n] for n in kept}) < 0.1
+
+
+@pytest.mark.parametrize("clean", [False, True])
+def test_plain_modules_in_bfloat16_are_given_the_timesteps_as_they_are(clean: bool):
+    model, inputs = model_with(clean=clean), replace(inputs_of("several"), timesteps=torch.tensor([724.0]))
+    velocity = PlainModel(model, predict_velocity, Compute(checkpointing="none"), torch.bfloat16, "sdpa")
+    output, gradients = step(model, velocity, inputs)
+    wanted_output, wanted = exact(model, inputs)
+    assert rel_rms(output, wanted_output) < 0.01
+    assert largest_error(told(gradients), told(wanted)) < 0.05
+    assert not model.time_text_embed._forward_pre_hooks
 
 
 @pytest.mark.slow

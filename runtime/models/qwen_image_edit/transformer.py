@@ -3,8 +3,9 @@
 Letters in shapes: B batch, C channels, h and w latents, N tokens of a picture, L tokens of text.
 """
 
+import contextlib
 import logging
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -164,15 +165,36 @@ def _predicted(
     device, dtype = latents.device, transformer.dtype
     pictures = [latents, *controls]
     shape = [(1, picture.shape[3] // SIDE, picture.shape[4] // SIDE) for picture in pictures]
-    tokens: torch.Tensor = transformer(
-        hidden_states=torch.cat([pack(picture.to(device, dtype)) for picture in pictures], dim=1),
-        timestep=timesteps.to(device) / 1000,
-        encoder_hidden_states=texts.to(device, dtype),
-        img_shapes=[shape] * len(latents),
-        return_dict=False,
-    )[0]
+    sigmas = timesteps.to(device) / 1000
+    with _as_they_are(sigmas, transformer):
+        tokens: torch.Tensor = transformer(
+            hidden_states=torch.cat([pack(picture.to(device, dtype)) for picture in pictures], dim=1),
+            timestep=sigmas,
+            encoder_hidden_states=texts.to(device, dtype),
+            img_shapes=[shape] * len(latents),
+            return_dict=False,
+        )[0]
     _, height, width = shape[0]
     return unpack(tokens[:, : height * width], height, width)
+
+
+@contextlib.contextmanager
+def _as_they_are(sigmas: torch.Tensor, transformer: QwenImageTransformer2DModel) -> Iterator[None]:
+    """Let the library embed sigmas (B,) as they are.
+
+    It rounds them to the tokens' dtype: in bfloat16 by up to 2 of the 1000 timesteps, a radian of the fastest sine.
+    """
+
+    def exact(_module: torch.nn.Module, given: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
+        rounded, *others = given
+        clean = len(rounded) > len(sigmas)  # those of clean control images come behind
+        return (torch.cat([sigmas, torch.zeros_like(sigmas)]) if clean else sigmas, *others)
+
+    hook = transformer.time_text_embed.register_forward_pre_hook(exact)
+    try:
+        yield
+    finally:
+        hook.remove()
 
 
 def guided(prompted: torch.Tensor, negative: torch.Tensor, scale: float) -> torch.Tensor:
