@@ -130,7 +130,7 @@ def lora_of_the_other(path: Path, flag: str, own: str) -> str:
     noted = read_header(lora_file(path), flag).metadata.get(EXPERT)
     if noted == f"{other}_noise":
         return f"{flag} {path} was trained for the {other}-noise expert"
-    named = not noted and noise_of(path) == other
+    named = not noted and noise_of(Path(path.name)) == other  # a folder may say high and low
     return f"{flag} {path} is by its name for the {other}-noise expert" if named else ""
 
 

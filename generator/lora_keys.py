@@ -48,7 +48,7 @@ FOREIGN_BEGINNINGS = {
     r"lora_unet_(double|single)_blocks_|(diffusion_model|transformer)\.(double_blocks|single_blocks|single_transformer_blocks"
     r"|transformer_blocks|joint_blocks|input_blocks|output_blocks|layers)\.": "a LoRA of another model than Wan",
     r"lora_unet_(down|mid|up|input|output|transformer)_|unet\.": "a LoRA of another model than Wan",
-    r"transformer_2\.": "the LoRAs of both experts in one file: make a file of each one's keys",
+    r"transformer_2\.": "a file of two LoRAs, one for each expert, which have to be a file each",
 }
 
 # original name within a block -> diffusers name within a block
@@ -166,7 +166,7 @@ def foreign(key: str) -> str:
     >>> foreign("diffusion_model.blocks.0.norm3.diff_b")
     'a LoRA with differences of whole weights or biases beside it'
     >>> foreign("transformer_2.blocks.0.attn1.to_q.lora_A.weight")[:28]
-    'the LoRAs of both experts in'
+    'a file of two LoRAs, one for'
     """
     for end, words in FOREIGN_ENDS.items():
         if re.fullmatch(f".+({end})", key):

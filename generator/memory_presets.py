@@ -46,7 +46,7 @@ def resolve_vram(options: Train, model: Model, free: int | None, shards: int = 1
 
     Raises:
         UsageError: the model has no such preset; or less is free than the smallest needs, where samples or encoders
-            come beside (else `require_room` looks at the dataset).
+            come beside (else `require_fitting` looks at the dataset).
     """
     if options.vram and not model.presets:
         raise UsageError(f"--vram {options.vram}: {model.name} has no preset in this version",
@@ -140,7 +140,7 @@ def _filled(options: Train, model: Model, flags: Mapping[str, Any]) -> Train:
     return replace(options, **(values | stay))
 
 
-def require_room(
+def require_fitting(
     options: Train, given: Train, model: Model, tokens: int, available: int | None, shards: int = 1
 ) -> None:
     """Refuse a dataset that is too large for what is free, where `auto` found no preset whose clips are not.
@@ -149,7 +149,7 @@ def require_room(
         options: with every memory flag.
         given: the same before.
         model: its profile.
-        tokens: of the largest batch.
+        tokens: of the largest batch, or of all that go through the blocks together.
         available: bytes that `auto` may take; None, as of a CPU, refuses nothing.
         shards: processes that share out the weights.
 
@@ -158,7 +158,7 @@ def require_room(
     """
     if given.vram != "auto" or available is None or _that_fits(given, model, available, shards):
         return
-    needed = memory_plan(model, settings_of(options, shards), tokens=tokens * batches_of_a_pass(options)).device
+    needed = memory_plan(model, settings_of(options, shards), tokens=tokens).device
     if needed > available:
         raise _too_little(available, f"the dataset's largest batch of {tokens} tokens needs {gib_text(needed)}")
 

@@ -71,21 +71,22 @@ Adapter = dict[str, AdapterWeight]
 
 
 def with_smaller(weight: AdapterWeight, part: str, size: float) -> AdapterWeight:
-    """The same change by a factor of a LoRA whose largest number is about `size`, if it was more than 8 times that.
+    """The same change by a factor of a LoRA whose largest number is about `size`, if a small scale made up for more.
 
-    Files in float8 fill its range, and a scale of billionths makes up for it. The power of two by which the factor is
-    divided here goes over to the scale: nothing is rounded.
+    Files in float8 fill its range, and have scales of billionths. The power of two by which the factor is divided here
+    goes over to the scale, up to about 1: nothing is rounded.
 
     >>> factors = {"down": torch.full((1, 4), 448.0), "up": torch.ones(4, 1)}
     >>> found = with_smaller(AdapterWeight("lora", factors, 2**-10), "down", 0.5)
     >>> found.factors["down"][0, 0].item(), found.scale
     (0.4375, 1.0)
     """
-    largest = float(weight.factors[part].float().abs().max())
-    if not 8 * size < largest < math.inf:
+    factor = weight.factors[part] if weight.factors[part].itemsize >= 4 else weight.factors[part].float()
+    largest = float(factor.abs().max())
+    if not (8 * size < largest < math.inf and 0 < weight.scale < 1):
         return weight
-    by = 2.0 ** round(math.log2(largest / size))
-    return replace(weight, factors={**weight.factors, part: weight.factors[part].float() / by}, scale=weight.scale * by)
+    by = 2.0 ** min(round(math.log2(largest / size)), round(-math.log2(weight.scale)))
+    return replace(weight, factors={**weight.factors, part: factor / by}, scale=weight.scale * by)
 
 
 def without_numbers(weight: AdapterWeight) -> AdapterWeight:

@@ -27,7 +27,7 @@ from wangen.generator.train_refusals import MAX_VALIDATION_TIMESTEPS
 from wangen.generator.workspace import require_writable
 from wangen.profiles import Model
 from wangen.runtime.cache import digest
-from wangen.runtime.devices import DTYPES, choose_device
+from wangen.runtime.devices import DTYPES, choose_device, free_bytes
 from wangen.runtime.evaluation.candidates import find_candidates
 from wangen.runtime.evaluation.clip_score import ClipScore
 from wangen.runtime.evaluation.judging import Judging, Points
@@ -175,14 +175,15 @@ def _prepare(options: Evaluate) -> Judged:
     files = [file for candidate in candidates for file in candidate.files]
     if options.condition_frames is None and model.condition == "text_or_image":
         options = replace(options, condition_frames=given_frames(files))
-    training = refusals.resolved(_as_training(options), model, device)
+    training = refusals.resolved(_as_training(options), model, free_bytes(device))
     require_writable(options.output_dir)
     boundary = training.timestep_boundary if model.experts else None
     items = find_entries(training, model, read_samples(training, model))
     rest: list[CachedSample] = []
     judged_by = [item for item in items if not item.sample.entry.is_reg]
     if not judged_by:
-        raise UsageError("there is nothing to judge by but regularisation sets", where=str(options.dataset))
+        raise UsageError("there is nothing to judge by but regularisation sets", where=str(options.dataset),
+                         cure="give a dataset of what is taught")  # fmt: skip
     if options.validation_items:
         rest, judged_by = held_out(items, options.validation_items, options.seed, instead=NOT_TRAINED_ON)
     told = options.training_config

@@ -26,8 +26,7 @@ from wangen.generator.run_folder import TRAIN_REPORT
 from wangen.generator.session import Report
 from wangen.generator.steps import Train
 from wangen.generator.workspace import require_writable
-from wangen.profiles import Model
-from wangen.runtime.devices import choose_device, set_precision
+from wangen.runtime.devices import choose_device, free_bytes, set_precision
 from wangen.runtime.interrupt import Interrupt
 from wangen.runtime.loader import cache_use
 from wangen.runtime.memory.allocator import keep_freed_memory
@@ -107,12 +106,12 @@ def run(options: Train) -> Report:
 
 
 def _run(options: Train, device: torch.device, ranks: Ranks) -> Report:
-    model, asked = profiles.model(options.task), options
+    model, asked, free = profiles.model(options.task), options, free_bytes(device)
     set_precision(deterministic=options.deterministic, tf32=options.cuda_allow_tf32)
     if device.type == "cpu":
         keep_freed_memory()
     try:
-        options = alike(resolved(options, model, device, ranks.launch), device, ranks)
+        options = alike(resolved(options, model, free, ranks.launch), device, ranks)
         refuse(options, model, device)
     except WangenError as error:
         if ranks.launch.count > 1:  # no launcher starts that again
@@ -123,7 +122,7 @@ def _run(options: Train, device: torch.device, ranks: Ranks) -> Report:
         return show(options, model, sizes_of_dataset(options, model))
     require_writable(options.output_dir)
     with _alone_in_folder(options, ranks):
-        return _run_alone(options, asked, model, device, ranks)
+        return _run_alone(options, asked, free, device, ranks)
 
 
 @contextlib.contextmanager
@@ -144,9 +143,10 @@ def _alone_in_folder(options: Train, ranks: Ranks) -> Iterator[None]:
         yield
 
 
-def _run_alone(options: Train, asked: Train, model: Model, device: torch.device, ranks: Ranks) -> Report:
+def _run_alone(options: Train, asked: Train, free: int | None, device: torch.device, ranks: Ranks) -> Report:
+    model = profiles.model(options.task)
     plan = make_plan(options, model, *read_training_samples(options, model, ranks))
-    plan = for_its_steps(plan, asked, device, ranks.launch)
+    plan = for_its_steps(plan, asked, free, ranks.launch)
     ranks.require_same("samples or settings", _settings(plan), exit_code=WRONG_USAGE)
     ranks.require_shared(options.output_dir)
     way = chosen_way(plan, ranks, device) if ranks.count > 1 else "ddp"
@@ -169,9 +169,8 @@ def _run_alone(options: Train, asked: Train, model: Model, device: torch.device,
     require_room(plan)
     log.info('  live in a browser: "%s" -m wangen.runtime watch --output_dir "%s"', sys.executable,
              options.output_dir.absolute())  # fmt: skip
-    with Watching(
-        plan, device, state.step if state else 0, ranks
-    ) as watching:  # prompts are encoded before the model loads
+    # Prompts are encoded before the model loads.
+    with Watching(plan, device, state.step if state else 0, ranks) as watching:
         with enough_memory_for(plan, device, "loading the model"):
             training = _prepare(plan, device, state, ranks, mesh)
         if ranks.is_first:  # from here on nothing is refused

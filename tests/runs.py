@@ -64,5 +64,5 @@ def planned(tiny_run: TinyRun, folder: Path, **changes: object):
 
     options = tiny_run.options(folder, **changes)
     model = profiles.model(options.task)
-    options = resolved(options, model, CPU)
+    options = resolved(options, model, None)
     return make_plan(options, model, *read_training_samples(options, model))

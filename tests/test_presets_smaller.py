@@ -18,7 +18,7 @@ from wangen.generator.errors import UsageError
 from wangen.generator.launch import Launch
 from wangen.generator.memory import GIB, memory_of, memory_plan, preset_flags, settings_of, tokens_of, usable_bytes
 from wangen.generator.memory_changes import fitting_flags
-from wangen.generator.memory_presets import for_smaller_steps, require_room, resolve_vram
+from wangen.generator.memory_presets import for_smaller_steps, require_fitting, resolve_vram
 from wangen.generator.plan.planning import plan_script
 from wangen.generator.plan.scripted import read_script
 from wangen.generator.small_steps import GRAPHS_BYTES, graphs_bytes, replays
@@ -137,11 +137,11 @@ def test_where_no_preset_fits_auto_takes_the_smallest_for_a_dataset_that_does():
     assert memory_of(preset) == preset_flags(T2V, "8")
     found = for_smaller_steps(preset, given, T2V, pictures, free)
     assert needed(found, T2V, pictures) <= free
-    require_room(found, given, T2V, pictures, free)
+    require_fitting(found, given, T2V, pictures, free)
     with pytest.raises(UsageError, match=r"5\.5 GiB are .* the dataset's largest batch of 32760 tokens needs 10\.1 "):
-        require_room(for_smaller_steps(preset, given, T2V, 32760, free), given, T2V, 32760, free)
+        require_fitting(for_smaller_steps(preset, given, T2V, 32760, free), given, T2V, 32760, free)
     for other, room_left in ((asked(T2V, "8"), free), (given, None), (given, int(7.5 * GIB))):
-        require_room(preset, other, T2V, 32760, room_left)
+        require_fitting(preset, other, T2V, 32760, room_left)
 
 
 def test_packed_batches_are_counted():
@@ -222,25 +222,33 @@ def test_training_looks_at_the_dataset(tiny_run: TinyRun, tmp_path, monkeypatch)
 
 def test_several_processes_keep_the_preset_and_others_look_at_the_dataset(tiny_run: TinyRun, tmp_path, monkeypatch):
     given = tiny_run.options(tmp_path, vram="8", task="t2v-1.3B", mixed_precision="bf16")
-    options = refusals.resolved(given, SMALL, CPU)
+    options = refusals.resolved(given, SMALL, None)
     plan = make_plan(options, SMALL, *read_training_samples(options, SMALL, Ranks()))
-    assert refusals.for_its_steps(plan, given, CPU, Launch(count=2, local_count=2)) is plan
+    assert refusals.for_its_steps(plan, given, None, Launch(count=2, local_count=2)) is plan
     monkeypatch.setattr(refusals, "_num_blocks", lambda _: 30)
-    assert refusals.for_its_steps(plan, given, CPU, Launch()).options.gradient_checkpointing_cpu_offload is False
-    assert refusals.for_its_steps(plan, given, CPU, Launch(count=2, local_count=2)) is plan
+    assert refusals.for_its_steps(plan, given, None, Launch()).options.gradient_checkpointing_cpu_offload is False
+    assert refusals.for_its_steps(plan, given, None, Launch(count=2, local_count=2)) is plan
 
 
 @pytest.mark.parametrize("count", [1, 2])
 def test_what_auto_puts_off_is_refused_once_the_dataset_is_read(count, tiny_run: TinyRun, tmp_path, monkeypatch):
     given = tiny_run.options(tmp_path, vram="auto", task="t2v-1.3B", mixed_precision="bf16")
     launch = Launch(count=count, local_count=count)
-    monkeypatch.setattr(refusals, "free_bytes", lambda _: GIB)
-    options = refusals.resolved(given, SMALL, CPU)
+    options = refusals.resolved(given, SMALL, GIB)
     plan = make_plan(options, SMALL, *read_training_samples(options, SMALL, Ranks()))
     with pytest.raises(UsageError, match=r"1\.0 GiB are free on the card, and the dataset's largest batch"):
-        refusals.for_its_steps(plan, given, CPU, launch)
-    monkeypatch.setattr(refusals, "free_bytes", lambda _: 5 * GIB)
-    assert refusals.for_its_steps(plan, given, CPU, launch) is plan
+        refusals.for_its_steps(plan, given, GIB, launch)
+    assert refusals.for_its_steps(plan, given, 5 * GIB, launch) is plan
+
+
+@pytest.mark.parametrize("flags", [{}, {"pack": True}])
+def test_of_several_processes_each_is_counted_by_itself(flags, tiny_run: TinyRun, tmp_path):
+    given = tiny_run.options(tmp_path, vram="auto", task="t2v-14B", gradient_accumulation_steps=8, **flags)
+    options = refusals.resolved(given, T2V, 6 * GIB)
+    plan = make_plan(options, T2V, *read_training_samples(options, T2V, Ranks()))
+    picture = SimpleNamespace(size=(512, 512), count=1, controls=[], entry=SimpleNamespace(batch_size=1))
+    plan = replace(plan, samples=[SimpleNamespace(sample=picture)])
+    assert refusals.for_its_steps(plan, given, 6 * GIB, Launch(count=8, local_count=8)) is plan
 
 
 HEAD = 'platforms = ["linux"]\nmodel = "t2v-1.3B"\nresolution = [512, 512]\nnum_frames = 17\n'

@@ -69,7 +69,7 @@ def run(made: EditSet, folder: Path, **changes) -> dict[str, torch.Tensor]:
 @pytest.mark.parametrize("task", TASKS)
 def test_the_loss_of_an_item_is_noise_less_latents_on_the_target_tokens_of_the_pipeline_s_call(edits, tmp_path, task):
     made, model = edits[task], profiles.model(task)
-    options = resolved(made.train(tmp_path), model, CPU)
+    options = resolved(made.train(tmp_path), model, None)
     samples = samples_of(made, options)
     pipeline, kind = pipeline_of(task, made.tiny), family(model)
     plan = Plan(options, model, [], [], 1, (ExpertPlan("", options.dit, None, 0.0, 1.0, 1.0, 1),), {})
@@ -103,7 +103,7 @@ def test_a_batch_of_edits_with_control_images_of_other_sizes_gives_the_losses_of
     made = make_edit_set(tmp_path / "set", tiny_qwen, "qwen-image-edit-plus", batch_size=3, enable_bucket=False,
                          control_resolution=[96, 96]).fill()  # fmt: skip
     model = profiles.model(made.task)
-    options = resolved(made.train(tmp_path / "out"), model, CPU)
+    options = resolved(made.train(tmp_path / "out"), model, None)
     samples, kind = samples_of(made, options), family(model)
     plan = Plan(options, model, [], [], 1, (ExpertPlan("", options.dit, None, 0.0, 1.0, 1.0, 1),), {})
     transformer = kind.load_transformer(options.dit, dtype=torch.float32)
@@ -135,7 +135,7 @@ def test_nothing_outside_a_mask_counts(tiny_qwen, tmp_path):
     made.fill()
     model = profiles.model(made.task)
     samples = samples_of(made, made.train(tmp_path))
-    options = resolved(made.train(tmp_path), model, CPU)
+    options = resolved(made.train(tmp_path), model, None)
     plan = Plan(options, model, [], [], 1, (ExpertPlan("", options.dit, None, 0.0, 1.0, 1.0, 1),), {})
     prepared = prepare(plan, read_batch(samples, [Draw(0, 0)]), [Draw(0, 0)], 0, Sampler(options))
 

@@ -4,7 +4,6 @@ import dataclasses
 from pathlib import Path
 
 import pytest
-import torch
 from test_timesteps import TOKENS, train
 
 from wangen import profiles
@@ -59,7 +58,7 @@ def test_a_starving_expert_is_named():
 )  # fmt: skip
 def test_what_is_said_to_an_expert_that_gets_nothing_helps_it(flags, expert, cure, follows):
     files = {"dit": Path("low"), "dit_high_noise": Path("high")}
-    options = resolved(train(task="t2v-A14B", **files, **flags), A14B, torch.device("cpu"))
+    options = resolved(train(task="t2v-A14B", **files, **flags), A14B, None)
     low, high = expert_ranges(options, A14B)[expert]
     assert more_draws(options, low, high) == cure
     high_share, low_share = expert_shares(options, 0.875)

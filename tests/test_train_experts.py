@@ -112,7 +112,8 @@ def test_one_expert_after_the_other_goes_under_one_name(tiny_run, high, tmp_path
 
 
 def test_repeats_count_in_an_experts_share(tiny_run, high, tmp_path):
-    options = resolved(both(tiny_run, high, tmp_path, high_noise_share=None, timestep_sampling="flux_shift"), A14B, CPU)
+    given = both(tiny_run, high, tmp_path, high_noise_share=None, timestep_sampling="flux_shift")
+    options = resolved(given, A14B, None)
     small, large = (SimpleNamespace(size=(side, side), entry=SimpleNamespace(num_repeats=1)) for side in (256, 1024))
     large.entry.num_repeats = 99
     often = plan_experts(options, A14B, 1000, count_tokens([small, *[large] * 99], A14B))
@@ -129,7 +130,7 @@ def _stopped(options: Train, steps: int) -> Train:
 
 @pytest.mark.parametrize(("given", "boundary"), [(None, 0.875), (875, 0.875), (0.9, 0.9), (900, 0.9)])
 def test_the_boundary_is_the_models_or_given_in_either_unit(tiny_run, high, tmp_path, given, boundary):
-    options = resolved(both(tiny_run, high, tmp_path, timestep_boundary=given), A14B, CPU)
+    options = resolved(both(tiny_run, high, tmp_path, timestep_boundary=given), A14B, None)
     first, second = plan_experts(options, A14B, 100)
     assert (first.name, first.low, first.high) == ("high_noise", boundary, 1.0)
     assert (second.name, second.low, second.high) == ("low_noise", 0.0, boundary)
@@ -137,9 +138,9 @@ def test_the_boundary_is_the_models_or_given_in_either_unit(tiny_run, high, tmp_
 
 def test_each_expert_gets_the_steps_of_its_share_of_the_timesteps(tiny_run, high, tmp_path):
     options = both(tiny_run, high, tmp_path, timestep_sampling="uniform")
-    natural = resolved(replace(options, high_noise_share=None), A14B, CPU)
+    natural = resolved(replace(options, high_noise_share=None), A14B, None)
     assert [expert.num_steps for expert in plan_experts(natural, A14B, 1000)] == [125, 875]
-    wanted = resolved(replace(options, high_noise_share=0.3), A14B, CPU)
+    wanted = resolved(replace(options, high_noise_share=0.3), A14B, None)
     assert [expert.num_steps for expert in plan_experts(wanted, A14B, 1000)] == [300, 700]
 
 
@@ -183,7 +184,7 @@ def test_one_expert_given_twice_is_refused(tiny_run, tmp_path):
 
 
 def test_a_run_that_goes_on_takes_the_turns_that_were_left(tiny_run, high, tmp_path):
-    options = resolved(both(tiny_run, high, tmp_path, high_noise_share=0.4, expert_turn_steps=3), A14B, CPU)
+    options = resolved(both(tiny_run, high, tmp_path, high_noise_share=0.4, expert_turn_steps=3), A14B, None)
     plan = Plan(options, A14B, [], [], 1, plan_experts(options, A14B, 20), {})
     whole = plan.turns([0, 0])
     for past in range(len(whole) + 1):
@@ -194,10 +195,10 @@ def test_of_the_expert_that_is_not_trained_no_file_is_looked_for_or_guarded(tiny
     other = tmp_path / "lora_high_noise.safetensors"
     train.run(both(tiny_run, high, tmp_path, experts="high", high_noise_share=None, max_train_steps=1))
     alone = both(tiny_run, high, tmp_path, experts="low", high_noise_share=None)
-    assert resolved(replace(alone, network_weights_high_noise=tmp_path / "none"), A14B, CPU)
-    assert resolved(replace(alone, base_weights=(other,)), A14B, CPU).base_weights == (other,)
+    assert resolved(replace(alone, network_weights_high_noise=tmp_path / "none"), A14B, None)
+    assert resolved(replace(alone, base_weights=(other,)), A14B, None).base_weights == (other,)
     with pytest.raises(UsageError, match="a file that this run writes over"):
-        resolved(replace(alone, base_weights=(other,), experts="both"), A14B, CPU)
+        resolved(replace(alone, base_weights=(other,), experts="both"), A14B, None)
 
 
 def test_timesteps_of_the_high_noise_expert_alone_tell_whose_weights_are_missing(tiny_run, high, tmp_path):

@@ -37,7 +37,7 @@ WEIGHTS = Path(__file__).parent / "vectors" / "dit_ti2v5b" / "model.safetensors"
 def options_of(tmp_path: Path, task: str = "ti2v-5B", **changes) -> Train:
     options = Train(dataset_config=tmp_path / "a.toml", dit=WEIGHTS, task=task, output_dir=tmp_path, output_name="a",
                     mixed_precision="no", device="cpu")  # fmt: skip
-    return resolved(replace(options, **changes), profiles.model(task), CPU)
+    return resolved(replace(options, **changes), profiles.model(task), None)
 
 
 def batch_of(*shape: int, items: int = 2, width: int = 64) -> Batch:

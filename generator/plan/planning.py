@@ -12,8 +12,8 @@ from wangen.generator.cards import Gpu
 from wangen.generator.errors import UsageError, WangenError, many
 from wangen.generator.files import nearest_existing
 from wangen.generator.launch import Launch, asks_for_several
-from wangen.generator.memory import LONG_TEXT, gib_text, tokens_beside
-from wangen.generator.memory_presets import for_smaller_steps, resolve_vram
+from wangen.generator.memory import LONG_TEXT, batches_of_a_pass, gib_text, tokens_beside
+from wangen.generator.memory_presets import for_smaller_steps, require_fitting, resolve_vram
 from wangen.generator.plan.cures import Cure, find_cure
 from wangen.generator.plan.earlier import Measured, measured
 from wangen.generator.plan.estimate import RunPlan, plan_run, tokens_of_a_step
@@ -108,7 +108,10 @@ def _resolved(script: Scripted, train: Train, model: Model, gpu: Gpu | None, pro
     try:
         shards = Launch(count=processes, local_count=processes).shards(train.parallel)
         resolved = resolve_vram(train, model, free, shards)
-        return resolved if processes > 1 else for_smaller_steps(resolved, train, model, most, free)
+        if processes == 1:
+            resolved = for_smaller_steps(resolved, train, model, most, free)
+        require_fitting(resolved, train, model, most * batches_of_a_pass(train), free, shards)
+        return resolved
     except UsageError as error:
         raise UsageError(error.found, where=script.name,
                          cure=f"wangen publish {script.slug} --fit chooses flags for the dataset's own shapes, which "

@@ -80,37 +80,55 @@ def duration_text(seconds: float) -> str:
 
 
 def plan_numbers(run: RunFiles) -> list[tuple[str, str]]:
-    """What the run was: task, samples, steps, speed, memory; only what is known. Of all its starts, step by step."""
+    """What the run was: task, samples, steps, speed, memory; only what is known.
+
+    Times and losses are those of all its starts, step by step; where no step is known, those of the last one's report.
+    """
     report = run.reports.get("train", {})
     inputs, counts = mapping(report, "inputs"), mapping(report, "counts")
-    timed = [record for record in run.records if all(map(is_number, map(record.get, ("s_per_step", "tokens_per_s"))))]
-    seconds = sum(record["s_per_step"] for record in timed)
-    tokens = sum(record["s_per_step"] * record["tokens_per_s"] for record in timed)
-    losses = [_first_and_last(run, expert) for expert in experts_of(run.records)]
+    speed = _speed(run)
     headers: Mapping[str, str] = next((lora.metadata for lora in reversed(run.loras)), {})
     found = {
         "task": run.task,
         "samples trained on": inputs.get("samples"),
         "steps": run.last_step or counts.get("steps"),
         "steps in an epoch": steps_of_epoch(headers),
-        "loss at the first and the last step": ", ".join(filter(None, losses)),
-        "time of the steps": _if_number(seconds or None, duration_text),
-        "seconds per step": _if_number(seconds / len(timed) if timed else None, "{:.3g}".format),
-        "tokens per second": _if_number(tokens / seconds if seconds else None, "{:.0f}".format),
-        "memory at most": _if_number(max(_numbers(run, "peak_memory_bytes"), default=None), bytes_text),
+        "loss at the first and the last step": _losses_in_words(run),
+        "time of the steps": _if_number(speed.get("seconds"), duration_text),
+        "seconds per step": _if_number(speed.get("s_per_step"), "{:.3g}".format),
+        "tokens per second": _if_number(speed.get("tokens_per_s"), "{:.0f}".format),
+        "memory at most": _if_number(speed.get("peak_memory_bytes"), bytes_text),
     }
     return [(name, str(value)) for name, value in found.items() if value not in (None, "")]
 
 
-def _numbers(run: RunFiles, name: str) -> list[float]:
-    return [value for record in run.records if is_number(value := record.get(name))]
+def _speed(run: RunFiles) -> Mapping[str, Any]:
+    """Seconds of all steps, and what is told of one."""
+    timed = [record for record in run.records if all(map(is_number, map(record.get, ("s_per_step", "tokens_per_s"))))]
+    if not timed:
+        return {"seconds": run.result.get("seconds_training"), **mapping(run.result, "speed")}
+    seconds = sum(float(record["s_per_step"]) for record in timed)
+    tokens = sum(float(record["s_per_step"]) * float(record["tokens_per_s"]) for record in timed)
+    peaks = [peak for record in timed if is_number(peak := record.get("peak_memory_bytes"))]
+    return {
+        "seconds": seconds,
+        "s_per_step": seconds / len(timed),
+        "tokens_per_s": tokens / seconds if seconds else None,
+        "peak_memory_bytes": max(peaks, default=None),
+    }
 
 
-def _first_and_last(run: RunFiles, expert: str) -> str:
-    """The first and the last loss of an expert, in words."""
-    ours = (record.get("loss") for record in run.records if record.get("expert", "") == expert)
-    losses = [loss for loss in ours if is_number(loss)]
-    return f"{expert} {losses[0]:.4f} to {losses[-1]:.4f}".strip() if losses else ""
+def _losses_in_words(run: RunFiles) -> str:
+    """The first and the last loss, of each expert."""
+    found = []
+    for expert in experts_of(run.records):
+        ours = (record.get("loss") for record in run.records if record.get("expert", "") == expert)
+        if losses := [loss for loss in ours if is_number(loss)]:
+            found.append(f"{expert} {losses[0]:.4g} to {losses[-1]:.4g}".strip())
+    first, last = run.result.get("first_loss"), run.result.get("last_loss")
+    if not found and is_number(first) and is_number(last):
+        return f"{first:.4g} to {last:.4g}"
+    return ", ".join(found)
 
 
 def _if_number(value: Any, as_text: Any) -> str | None:

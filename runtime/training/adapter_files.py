@@ -24,7 +24,7 @@ from wangen.generator.lora_keys import Layout, adapter_key, is_of_qwen, module_n
 from wangen.generator.steps import Train
 from wangen.runtime.adapter_layers import change_of, parts_of
 from wangen.runtime.adapters import Adapter, AdapterWeight, plain_lora, read_adapter
-from wangen.runtime.lora import as_stored, cast, described, needs_description, to_layout
+from wangen.runtime.lora import as_stored, cast, described, name_tensors, needs_description, to_layout
 from wangen.runtime.safetensors_file import write_if_other
 from wangen.runtime.training.adapter import FIRST_FACTORS
 from wangen.runtime.training.adapter_config import merged, settings
@@ -85,10 +85,13 @@ def save(
         if has_dora_scale(adapter, layout):
             stored = _over_base(adapter, _file_base(options, expert))
             header[DORA_NORM] = "base"
-        lora = plain_lora(adapter)
-        if lora is not None and needs_description(as_stored(lora, layout, dtype), layout):
-            header |= described(as_stored(lora, layout, dtype))
-        write_if_other(target, name_adapter(stored, layout, dtype), header)
+        if (lora := plain_lora(adapter)) is None:
+            tensors = name_adapter(stored, layout, dtype)
+        else:
+            rounded = as_stored(lora, layout, dtype)
+            tensors = name_tensors(rounded, layout)
+            header |= described(rounded) if needs_description(rounded, layout) else {}
+        write_if_other(target, tensors, header)
         written.append(target)
     return written
 

@@ -18,13 +18,13 @@ from wangen.generator.formats import Header
 from wangen.generator.headers import read_header
 from wangen.generator.kinds import expect, noise_of
 from wangen.generator.launch import Launch
-from wangen.generator.memory import LONG_TEXT
-from wangen.generator.memory_presets import for_smaller_steps, require_room, resolve_vram
+from wangen.generator.memory import LONG_TEXT, batches_of_a_pass
+from wangen.generator.memory_presets import for_smaller_steps, require_fitting, resolve_vram
 from wangen.generator.steps import Train
 from wangen.generator.tasks import require_supported
 from wangen.generator.train_refusals import refuse_flags, refuse_more_blocks
 from wangen.generator.unread_flags import unread
-from wangen.runtime.devices import free_bytes, require_compiler
+from wangen.runtime.devices import require_compiler
 from wangen.runtime.lora_folder import find_lora, written_by
 from wangen.runtime.models import expect_vae
 from wangen.runtime.sampling.prompts import MAX_STEPS, read_prompts
@@ -40,8 +40,14 @@ MANY_STEPS = 10**9
 ALONE = Launch()
 
 
-def resolved(options: Train, model: profiles.Model, device: torch.device, launch: Launch = ALONE) -> Train:
+def resolved(options: Train, model: profiles.Model, free: int | None, launch: Launch = ALONE) -> Train:
     """The flags with what the model, the card and the folders of earlier runs decide filled in.
+
+    Args:
+        options: as they were given.
+        model: its profile.
+        free: bytes of the card, as `devices.free_bytes` says before anything is done there.
+        launch: how many processes train.
 
     Raises:
         UsageError: `--timestep_boundary`, `--condition_frames` or `--condition_dropout` is for other models, or is no
@@ -50,7 +56,7 @@ def resolved(options: Train, model: profiles.Model, device: torch.device, launch
     """
     if options.cache_mode == "realtime":  # encoders work where training does, between its steps
         options = replace(options, max_data_loader_n_workers=0)
-    options = resolve_vram(options, model, free_bytes(device), launch.shards(options.parallel))
+    options = resolve_vram(options, model, free, launch.shards(options.parallel))
     boundary = choose_boundary(options.timestep_boundary, model)
     frames = options.condition_frames
     if model.condition != "text_or_image":
@@ -107,27 +113,28 @@ def _refuse_own(options: Train, path: Path, flag: str, stems: Iterable[str]) -> 
                          cure=f"copy it {elsewhere}")  # fmt: skip
 
 
-def for_its_steps(plan: Plan, asked: Train, device: torch.device, launch: Launch) -> Plan:
+def for_its_steps(plan: Plan, asked: Train, free: int | None, launch: Launch) -> Plan:
     """The plan, with other memory flags where `--vram` has a preset for larger steps than the dataset's.
 
     Args:
         plan: of the run.
         asked: the options as they were given.
-        device: where it trains.
+        free: as `resolved` had it.
         launch: several processes keep the preset, for their cards and their ways to hold the model differ; so do
             weights that have not as many blocks as the model.
 
     Raises:
         UsageError: `--vram auto` found no preset that fits, and the dataset's largest batch does not, either.
     """
-    tokens, free = plan.tokens_with(LONG_TEXT), free_bytes(device)
     if launch.count == 1:
-        found = for_smaller_steps(plan.options, asked, plan.model, tokens, free)
+        found = for_smaller_steps(plan.options, asked, plan.model, plan.tokens_with(LONG_TEXT), free)
         files = (getattr(asked, name) for name in trained_transformers(asked, plan.model))
         layers = plan.model.transformer.num_layers
         if found != plan.options and all(_num_blocks(read_header(file)) == layers for file in files):
             plan = replace(plan, options=found)
-    require_room(plan.options, asked, plan.model, tokens, free, launch.shards(asked.parallel))
+    # The steps of all processes are counted as one's, here.
+    tokens = plan.most_tokens * max(1, batches_of_a_pass(plan.options) // launch.count)
+    require_fitting(plan.options, asked, plan.model, tokens, free, launch.shards(asked.parallel))
     return plan
 
 

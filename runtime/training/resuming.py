@@ -162,7 +162,7 @@ def compared(plan: Plan, state: TrainingState, changed: Mapping[str, str], num_p
     for name, words in changed.items():
         log.warning("  resuming with changed %s: %s", name, words)
     if changed.keys() & {"dataset", "validation_items", "gradient_accumulation_steps"}:
-        log.warning("  epochs are counted as if all steps had had this many batches: some draws may come again")
+        log.warning("  if an epoch has other steps now, epochs are counted as if it always had: draws may come again")
     if changed.keys() & {"dataset", "validation_items"}:
         before = _together(plan, [*state.facts.get(BEFORE, ()), state.fingerprint])
         state = replace(state, facts={**state.facts, BEFORE: before})
