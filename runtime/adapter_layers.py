@@ -184,7 +184,7 @@ def _install(
     if dora and multiplier != 1:
         raise UsageError(f"a DoRA at strength {multiplier:g}", cure="give it the strength 1: it scales whole weights")
     if first.kind == "lora":  # else the first product of a file in float8 is beyond float16
-        wanted = {name: with_smaller(with_smaller(one, "down", 1), "up", 1) for name, one in wanted.items()}
+        wanted = {name: with_smaller(one, {"down": 1, "up": 1}) for name, one in wanted.items()}
     require_linear(transformer, fitting, first.kind, dora)
     add(transformer, _config(wanted), name)
     for module, weight in wanted.items():

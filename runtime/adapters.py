@@ -70,23 +70,31 @@ class AdapterWeight:
 Adapter = dict[str, AdapterWeight]
 
 
-def with_smaller(weight: AdapterWeight, part: str, size: float) -> AdapterWeight:
-    """The same change by a factor of a LoRA whose largest number is about `size`, if a small scale made up for more.
+_TINY_SCALE = 2.0**-12
+"""Below it a scale makes up for factors that fill the range of float8; alpha / rank is not as small."""
 
-    Files in float8 fill its range, and have scales of billionths. The power of two by which the factor is divided here
-    goes over to the scale, up to about 1: nothing is rounded.
+
+def with_smaller(weight: AdapterWeight, sizes: Mapping[str, float]) -> AdapterWeight:
+    """The same change by factors whose largest numbers are about as large as `sizes` says, if a tiny scale allows it.
+
+    Files in float8 fill its range, and have scales of billionths. The power of two by which a factor is divided here
+    goes over to the scale, up to 1: nothing is rounded.
 
     >>> factors = {"down": torch.full((1, 4), 448.0), "up": torch.ones(4, 1)}
-    >>> found = with_smaller(AdapterWeight("lora", factors, 2**-10), "down", 0.5)
-    >>> found.factors["down"][0, 0].item(), found.scale
-    (0.4375, 1.0)
+    >>> found = with_smaller(AdapterWeight("lora", factors, 2**-20), {"down": 0.5})
+    >>> found.factors["down"][0, 0].item(), found.scale == 2**-10
+    (0.4375, True)
     """
-    factor = weight.factors[part] if weight.factors[part].itemsize >= 4 else weight.factors[part].float()
-    largest = float(factor.abs().max())
-    if not (8 * size < largest < math.inf and 0 < weight.scale < 1):
+    if not 0 < weight.scale < _TINY_SCALE:
         return weight
-    by = 2.0 ** min(round(math.log2(largest / size)), round(-math.log2(weight.scale)))
-    return replace(weight, factors={**weight.factors, part: factor / by}, scale=weight.scale * by)
+    factors, scale = dict(weight.factors), weight.scale
+    for part, size in sizes.items():
+        factor = factors[part] if factors[part].itemsize >= 4 else factors[part].float()
+        largest = float(factor.abs().max())
+        if size < largest < math.inf:
+            by = 2.0 ** max(0, min(round(math.log2(largest / size)), round(-math.log2(scale))))
+            factors[part], scale = factor / by, scale * by
+    return replace(weight, factors=factors, scale=scale)
 
 
 def without_numbers(weight: AdapterWeight) -> AdapterWeight:

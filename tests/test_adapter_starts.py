@@ -68,15 +68,15 @@ def test_a_file_in_float8_is_gone_on_with_from_factors_of_usual_sizes(tmp_path: 
 
 
 def test_large_factors_with_an_ordinary_scale_stay_as_they_are(tmp_path: Path):
-    """As peft draws them with `init_lora_weights="gaussian"`."""
-    options = options_of(tmp_path)
+    """As peft draws them with `init_lora_weights="gaussian"`; the scale is a quarter."""
+    options = options_of(tmp_path, network_alpha=1.0, lora_layout=("kohya",))
     save(tmp_path / "a.safetensors", trained(options)[1], options, {})
-    large = {key: 64 * value if "lora_A" in key else value / 64
+    large = {key: 64 * value if "lora_down" in key else value
              for key, value in load_file(tmp_path / "a.safetensors").items()}  # fmt: skip
     save_file(large, tmp_path / "b.safetensors")
     own = add_adapter(base_model(), replace(options, network_weights=tmp_path / "b.safetensors"), MODEL)
     key = "blocks.0.attn1.to_q.lora_A.default.weight"
-    assert torch.equal(own[key].detach(), large["diffusion_model.blocks.0.self_attn.q.lora_A.weight"].float())
+    assert torch.equal(own[key].detach(), large["lora_unet_blocks_0_self_attn_q.lora_down.weight"].float())
 
 
 def test_a_file_in_float8_is_no_infinity_in_float16(tmp_path: Path):

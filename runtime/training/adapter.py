@@ -173,7 +173,7 @@ def _start_from(layer: BaseTunerLayer, module: str, weight: AdapterWeight, chose
     """Copy one layer's adapter, scaled so that it begins with the same change of the weights."""
     own = parts_of(dict(layer.named_parameters(prefix=module)))[module]
     if chosen.kind == "lora":  # near what is drawn: hundreds in `down` would make of each step of `up` a leap
-        weight = with_smaller(weight, "down", 1 / math.sqrt(weight.factors["down"].shape[1]))
+        weight = with_smaller(weight, {"down": 1 / math.sqrt(weight.factors["down"].shape[1])})
     assert all(own[part].shape == factor.shape for part, factor in weight.factors.items()), "as `require_adapter` sees"
     ratio = weight.scale / layer.scaling[NAME]
     scaled = {
