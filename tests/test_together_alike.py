@@ -22,6 +22,7 @@ from wangen.generator.launch import Launch
 from wangen.generator.memory import memory_plan, settings_of
 from wangen.generator.steps import Train
 from wangen.runtime.training import loading, parallel, ranks
+from wangen.runtime.training.plan import Plan
 
 BIG = profiles.model("t2v-14B")
 
@@ -173,8 +174,11 @@ def test_the_fullest_card_decides_how_all_hold_the_model(
 def test_weights_are_shared_out_where_the_card_with_least_free_holds_no_whole_copy():
     options = Train(output_dir=Path("o"), output_name="n", task="t2v-14B", checkpointing="full", parallel="auto")
 
+    picture = SimpleNamespace(size=(832, 480), count=1, controls=[], entry=SimpleNamespace(batch_size=1))
+
     def way(local: list[int], free: list[int | None], **changes: Any) -> str:
-        plan = SimpleNamespace(options=replace(options, **changes), model=BIG, most_tokens=1560)
+        samples: Any = [SimpleNamespace(sample=picture)]
+        plan = Plan(replace(options, **changes), BIG, samples, [], 1, (), {})
         told = Told(Launch(count=4, local_count=local[0]), local, free)
         return parallel.chosen_way(plan, told, torch.device("cpu"))  # type: ignore[arg-type]
 

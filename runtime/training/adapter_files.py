@@ -24,7 +24,7 @@ from wangen.generator.lora_keys import Layout, adapter_key, is_of_qwen, module_n
 from wangen.generator.steps import Train
 from wangen.runtime.adapter_layers import change_of, parts_of
 from wangen.runtime.adapters import Adapter, AdapterWeight, plain_lora, read_adapter
-from wangen.runtime.lora import as_stored, cast, described, name_tensors, needs_description, to_layout
+from wangen.runtime.lora import as_stored, cast, described, name_tensors, needs_description
 from wangen.runtime.safetensors_file import write_if_other
 from wangen.runtime.training.adapter import FIRST_FACTORS
 from wangen.runtime.training.adapter_config import merged, settings
@@ -102,7 +102,7 @@ def has_dora_scale(adapter: Mapping[str, AdapterWeight], layout: Layout) -> bool
 
 
 def name_adapter(adapter: Adapter, layout: Layout, dtype: torch.dtype) -> dict[str, torch.Tensor]:
-    """The tensors of an adapter's file, ready for `safetensors_file.write`.
+    """The tensors of a DoRA's, LoHa's or LoKr's file, ready for `safetensors_file.write`.
 
     Args:
         adapter: the neutral form; a DoRA's magnitudes as the layout has them.
@@ -112,8 +112,6 @@ def name_adapter(adapter: Adapter, layout: Layout, dtype: torch.dtype) -> dict[s
     Raises:
         WangenError: a module that the Wan transformer does not have, or a number that the dtype cannot hold.
     """
-    if (lora := plain_lora(adapter)) is not None:
-        return to_layout(lora, layout, dtype)
     tensors: dict[str, torch.Tensor] = {}
     key = partial(adapter_key, layout, qwen=is_of_qwen(adapter))
     for module, weight in adapter.items():

@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 from wangen.generator.errors import UsageError
 from wangen.generator.launch import Launch
-from wangen.generator.memory import GIB, batches_of_a_pass, memory_plan, settings_of
+from wangen.generator.memory import GIB, memory_plan, settings_of
 from wangen.generator.steps import Train
 from wangen.runtime.devices import free_bytes
 from wangen.runtime.training.optimizer_class import optimizer_class
@@ -75,7 +75,7 @@ def chosen_way(plan: Plan, ranks: Ranks, device: torch.device) -> Way:
     known = [free for free in ranks.gathered(free_bytes(device)) if free is not None]
     if len(known) < ranks.count or _trains_whole_matrices(options) or options.plain or options.blocks_to_swap:
         return "ddp"
-    tokens = plan.most_tokens * max(1, batches_of_a_pass(options) // ranks.count)
+    tokens = plan.tokens_of_a_pass(ranks.count)
     needed, free = memory_plan(plan.model, settings_of(options), tokens=tokens).device, min(known)
     whole = f"a whole copy takes about {needed / GIB:.1f} GiB and {free / GIB:.1f} are free on every card"
     if needed <= free:

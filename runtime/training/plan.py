@@ -11,7 +11,7 @@ from wangen import profiles
 from wangen.generator import headers
 from wangen.generator.errors import UsageError
 from wangen.generator.lora_config import lora_identity
-from wangen.generator.memory import SHORT_TEXT, tokens_beside
+from wangen.generator.memory import SHORT_TEXT, batches_of_a_pass, tokens_beside
 from wangen.generator.step_parts import DEFAULT_EPOCHS
 from wangen.generator.steps import Train
 from wangen.generator.table import options as flags_of
@@ -118,8 +118,12 @@ class Plan:
         """Tokens that a full batch of the largest samples carries through the blocks, its captions short."""
         return self.tokens_with(SHORT_TEXT)
 
+    def tokens_of_a_pass(self, num_processes: int) -> int:
+        """Those of all batches that go through the blocks together: `options` count all processes' batches as one's."""
+        return self.most_tokens * max(1, batches_of_a_pass(self.options) // num_processes)
+
     def tokens_with(self, rows: int) -> int:
-        """The same, with captions of so many rows, where text goes through the blocks as pictures do."""
+        """Those of one batch, with captions of so many rows, where text goes through the blocks as pictures do."""
         samples = (cached.sample for cached in self.samples)
         return max(sample.entry.batch_size * _tokens_of(sample, self.model, rows) for sample in samples)
 

@@ -18,7 +18,7 @@ from wangen.generator.formats import Header
 from wangen.generator.headers import read_header
 from wangen.generator.kinds import expect, noise_of
 from wangen.generator.launch import Launch
-from wangen.generator.memory import LONG_TEXT, batches_of_a_pass
+from wangen.generator.memory import LONG_TEXT
 from wangen.generator.memory_presets import for_smaller_steps, require_fitting, resolve_vram
 from wangen.generator.steps import Train
 from wangen.generator.tasks import require_supported
@@ -126,14 +126,15 @@ def for_its_steps(plan: Plan, asked: Train, free: int | None, launch: Launch) ->
     Raises:
         UsageError: `--vram auto` found no preset that fits, and the dataset's largest batch does not, either.
     """
+    if not asked.vram:
+        return plan
     if launch.count == 1:
         found = for_smaller_steps(plan.options, asked, plan.model, plan.tokens_with(LONG_TEXT), free)
         files = (getattr(asked, name) for name in trained_transformers(asked, plan.model))
         layers = plan.model.transformer.num_layers
         if found != plan.options and all(_num_blocks(read_header(file)) == layers for file in files):
             plan = replace(plan, options=found)
-    # The steps of all processes are counted as one's, here.
-    tokens = plan.most_tokens * max(1, batches_of_a_pass(plan.options) // launch.count)
+    tokens = plan.tokens_of_a_pass(launch.count)
     require_fitting(plan.options, asked, plan.model, tokens, free, launch.shards(asked.parallel))
     return plan
 
