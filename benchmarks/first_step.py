@@ -3,9 +3,9 @@
 python benchmarks/first_step.py [FOLDER] [--runs 5]
 
 The model has 38 million parameters (8 blocks of 512, texts 4096 wide), the dataset one cached picture of 256x256. Each
-run is a process of its own, with what a user gets by default (TensorBoard too); seconds are from the moment the system
-started it, and processor seconds are its own, which other work on the machine disturbs less. FOLDER keeps the weights
-and the cache for the next time.
+run is a process of its own, with what a user gets by default (TensorBoard and Python's compiled files too); seconds are
+from the moment the system started it, and processor seconds are its own, which other work on the machine disturbs less.
+FOLDER keeps the weights and the cache for the next time.
 """
 
 import argparse
@@ -117,7 +117,8 @@ def child(folder: Path) -> None:
 def one_run(folder: Path) -> list[tuple[str, float, float]]:
     """The stages of a run: name, seconds and processor seconds since its start."""
     line = [sys.executable, __file__, str(folder), "--child"]
-    environment = {**os.environ, "BEGAN": str(time.time())}
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
+    environment["BEGAN"] = str(time.time())
     done = subprocess.run(line, capture_output=True, text=True, check=False, env=environment)
     answers = [text for text in done.stdout.splitlines() if text.startswith("[[")]
     if not answers:
