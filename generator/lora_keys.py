@@ -22,6 +22,9 @@ Part = Literal["down", "up", "alpha"]
 AdapterKind = Literal["lora", "loha", "lokr"]
 
 KOHYA_PREFIX = "lora_unet_"
+UNDERSCORED_PREFIXES = (KOHYA_PREFIX, "lycoris_", "lora_transformer_")
+"""Before names with underscores for dots: kohya's, LyCORIS' own (SimpleTuner) and OneTrainer's."""
+
 DOTTED_PREFIXES: dict[str, Layout] = {
     "model.diffusion_model.": "comfyui",
     "base_model.model.": "peft",
@@ -45,7 +48,8 @@ FOREIGN_ENDS = {
 }
 FOREIGN_BEGINNINGS = {
     r"lora_te\d?_|text_encoders?\.|lora_prior_|conditioner\.|cond_stage_model\.": "a LoRA that changes a text encoder",
-    r"lora_unet_(double|single)_blocks_|(diffusion_model|transformer)\.(double_blocks|single_blocks|single_transformer_blocks"
+    r"(lora_unet|lycoris|lora_transformer)_(double|single|single_transformer)_blocks_"
+    r"|(diffusion_model|transformer)\.(double_blocks|single_blocks|single_transformer_blocks"
     r"|transformer_blocks|joint_blocks|input_blocks|output_blocks|layers)\.": "a LoRA of another model than Wan",
     r"lora_unet_(down|mid|up|input|output|transformer)_|unet\.": "a LoRA of another model than Wan",
     r"transformer_2\.": "a file of two LoRAs, one for each expert, which have to be a file each",
@@ -62,6 +66,12 @@ BLOCK_MODULES = {
     "ffn.0": "ffn.net.0.proj",
     "ffn.2": "ffn.net.2",
 }
+QWEN_OUTER_MODULES = (
+    "img_in", "txt_in", "time_text_embed.timestep_embedder.linear_1", "time_text_embed.timestep_embedder.linear_2",
+    "norm_out.linear",
+)  # fmt: skip
+"""Linear layers of Qwen-Image outside its blocks, but for `proj_out`, whose name they share with Wan's head here."""
+
 OUTER_MODULES = {
     "time_embedding.0": "condition_embedder.time_embedder.linear_1",
     "time_embedding.2": "condition_embedder.time_embedder.linear_2",
@@ -188,7 +198,7 @@ def layout_of(keys: Iterable[str]) -> str:
 
 
 def _layout_of(key: str) -> str:
-    if key.startswith(KOHYA_PREFIX):
+    if key.startswith(UNDERSCORED_PREFIXES):
         return "kohya"
     return next((layout for prefix, layout in DOTTED_PREFIXES.items() if key.startswith(prefix)), "bare")
 
@@ -270,11 +280,14 @@ def without_prefix(stem: str) -> str:
 
 
 def _module_of_stem(stem: str) -> str | None:
-    return _module_of_kohya(stem) if stem.startswith(KOHYA_PREFIX) else module_name(without_prefix(stem))
+    for prefix in UNDERSCORED_PREFIXES:
+        if stem.startswith(prefix):
+            return _module_of_underscored(stem.removeprefix(prefix))
+    return module_name(without_prefix(stem))
 
 
-def _module_of_kohya(stem: str) -> str | None:
-    stem = stem.removeprefix(KOHYA_PREFIX).removeprefix("_")  # two underscores in files of Wan Fun's trainer
+def _module_of_underscored(stem: str) -> str | None:
+    stem = stem.removeprefix("_")  # two underscores in files of Wan Fun's trainer
     if match := re.fullmatch(r"transformer_blocks_(?P<number>\d{1,4})_(?P<rest>.+)", stem):
         rest = UNDERSCORED_QWEN_MODULES.get(match["rest"])
         return None if rest is None else f"transformer_blocks.{match['number']}.{rest}"
@@ -299,7 +312,8 @@ BLOCK = re.compile(r"blocks\.(?P<number>\d{1,4})\.(?P<rest>.+)")
 QWEN_BLOCK = re.compile(r"transformer_blocks\.(?P<number>\d{1,4})\.(?P<rest>.+)")
 SIDES: dict[str, Part] = {"A": "down", "down": "down", "B": "up", "up": "up"}
 ORIGINAL_BLOCK_MODULES = {new: original for original, new in BLOCK_MODULES.items()}
-ORIGINAL_OUTER_MODULES = {new: original for original, new in OUTER_MODULES.items()}
+_OUTER_OF_ALL = OUTER_MODULES | {name: name for name in QWEN_OUTER_MODULES}
+ORIGINAL_OUTER_MODULES = {new: original for original, new in _OUTER_OF_ALL.items()}
 UNDERSCORED_BLOCK_MODULES = _underscored(BLOCK_MODULES)
 UNDERSCORED_QWEN_MODULES = {name.replace(".", "_"): name for name in QWEN_BLOCK_MODULES}
-UNDERSCORED_OUTER_MODULES = _underscored(OUTER_MODULES)
+UNDERSCORED_OUTER_MODULES = _underscored(_OUTER_OF_ALL)

@@ -82,7 +82,8 @@ class MemorySettings:
         checkpointing: none, full or selective.
         free_blocks: so many of the last blocks are not recomputed.
         offload: what checkpointing keeps waits in host memory.
-        rank: of the adapter on every linear layer of the blocks; 0 for none.
+        rank: of the adapter on every usual linear layer of the blocks; 0 for none.
+        modulation: it is also on those that make shifts, scales and gates.
         moment_bytes: what is kept beside each trained weight: the optimizer's moments, 8 of AdamW, and its average.
         ring: device buffers of block swap.
         float32: `--mixed_precision no`.
@@ -114,6 +115,7 @@ class MemorySettings:
     shards: int = 1
     by_hand: bool = True
     deterministic: bool = False
+    modulation: bool = False
 
     @property
     def wide(self) -> int:
@@ -177,6 +179,7 @@ def settings_of(options: Train, shards: int = 1) -> MemorySettings:
         shards=shards,
         by_hand=_is_by_hand(options),
         deterministic=options.deterministic,
+        modulation=options.lora_targets == "all_linear",
     )
 
 
@@ -243,7 +246,7 @@ def _of_a_block(model: Model, settings: MemorySettings, tokens: int, *, is_free:
         tokens: of the largest step.
         is_free: not every block is recomputed; the last one is not.
     """
-    sizes, counts = model.transformer, weight_counts(model)
+    sizes, counts = model.transformer, weight_counts(model, modulation=settings.modulation)
     row, wide_row = (tokens * width * settings.wide for width in (sizes.dim, sizes.ffn_dim))
     kept = counts.kept_tensors * row + 2 * wide_row
     at_once = kept + 2 * wide_row
@@ -283,7 +286,7 @@ def trained_weights(model: Model, settings: MemorySettings) -> int:
     if settings.whole:
         counts = weight_counts(model)
         return counts.outer + counts.outer_float32 + model.transformer.num_layers * counts.block
-    return adapter_weights(model, settings.rank) * settings.factors
+    return adapter_weights(model, settings.rank, modulation=settings.modulation) * settings.factors
 
 
 def bits_of(settings: MemorySettings) -> float:
@@ -307,9 +310,9 @@ def outer_bytes(model: Model, wide: int = 2) -> int:
     return counts.outer * wide + counts.outer_float32 * 4
 
 
-def adapter_weights(model: Model, rank: int) -> int:
-    """Weights of a LoRA of that rank on every target of the blocks."""
-    return model.transformer.num_layers * rank * weight_counts(model).adapter
+def adapter_weights(model: Model, rank: int, *, modulation: bool = False) -> int:
+    """Weights of a LoRA of that rank on every usual target of the blocks; `modulation` as in `MemorySettings`."""
+    return model.transformer.num_layers * rank * weight_counts(model, modulation=modulation).adapter
 
 
 def packs(options: Train) -> bool:
@@ -391,10 +394,4 @@ def preset_flags(model: Model, vram: str | None) -> dict[str, Any]:
     if vram in (None, "auto"):
         return {}
     preset = preset_of(model, str(vram))
-    return {
-        "quantize": preset.quantize,
-        "blocks_to_swap": preset.blocks_to_swap,
-        "checkpointing": preset.checkpointing,
-        "checkpointing_free_blocks": preset.checkpointing_free_blocks,
-        "gradient_checkpointing_cpu_offload": preset.gradient_checkpointing_cpu_offload,
-    }
+    return {name: getattr(preset, name) for name in PLAIN_MEMORY}

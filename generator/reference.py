@@ -74,8 +74,9 @@ DIFFERENCES = (
     "without `source_fps` musubi-tuner takes every frame, which `source_fps = 16.0` does here (for a model of 16 "
     "frames per second; `wangen lint --fix` writes it). It may be a whole number.",
     "`--network_dropout` drops what comes into the adapter, as peft does; musubi-tuner drops what comes out of A.",
-    "Of Qwen-Image's blocks the layers `img_mod` and `txt_mod` get no adapter; musubi-tuner means to leave them out, "
-    "too, but its pattern finds none of them, so that its LoRAs have them. `--network_weights` names what it drops.",
+    "Of Qwen-Image's blocks the layers `img_mod` and `txt_mod` get an adapter only with `--lora_targets all_linear`; "
+    "musubi-tuner means to leave them out, too, but its pattern finds none of them, so that its LoRAs have them. "
+    "`--network_weights` names what it drops.",
     "Uncaptioned images and clips that are too short stop the step by name. Folders inside the folder are not looked "
     "into, and files of other kinds are left where they are.",
     "An image's EXIF orientation is applied, transparency goes over white, and a bucket is chosen by the ratio of "

@@ -4,7 +4,7 @@ Tests count the real modules of diffusers on the meta device against them. Lette
 feed-forward layers.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from wangen.profiles import Model
 
@@ -35,7 +35,8 @@ class WeightCounts:
         block_float32: what of it is in float32 whatever the rest is in.
         outer: embeddings, time layers and head, which always stay on the device.
         outer_float32: what of these is in float32 whatever the rest is in.
-        adapter: of a LoRA of rank 1 on every target of one block.
+        adapter: of a LoRA of rank 1 on every usual target of one block.
+        modulation_adapter: of one on those layers of a block that make its shifts, scales and gates.
         largest_product: weights that are dequantised at once.
         kept_tensors: of N x d, beside those of N x f, that a block keeps for its backward pass where it is not
             recomputed; N tokens of a step.
@@ -52,6 +53,7 @@ class WeightCounts:
     largest_product: int
     kept_tensors: int
     own_tensors: int = 0
+    modulation_adapter: int = 0
 
     @property
     def block(self) -> int:
@@ -59,9 +61,16 @@ class WeightCounts:
         return self.block_linear + self.block_rest + self.block_float32
 
 
-def weight_counts(model: Model) -> WeightCounts:
-    """The counts of a model, of each expert where there are two."""
-    return _FORMULAS[model.architecture](model)
+def weight_counts(model: Model, *, modulation: bool = False) -> WeightCounts:
+    """The counts of a model, of each expert where there are two.
+
+    With `modulation` what makes shifts, scales and gates is among the adapter's targets, and the two gates of each
+    stream, which then get gradients, keep what they let through.
+    """
+    counts = _FORMULAS[model.architecture](model)
+    if not modulation or not counts.modulation_adapter:
+        return counts
+    return replace(counts, adapter=counts.adapter + counts.modulation_adapter, kept_tensors=counts.kept_tensors + 2)
 
 
 def _wan(model: Model) -> WeightCounts:
@@ -106,6 +115,7 @@ def _qwen(model: Model) -> WeightCounts:
         adapter=2 * (4 * 2 * d + 2 * (d + f)),
         largest_product=6 * d * d,
         kept_tensors=12,
+        modulation_adapter=2 * (d + 6 * d),
     )
 
 

@@ -241,6 +241,7 @@ def test_a_start_that_fits_in_part_is_said(tmp_path: Path, caplog: pytest.LogCap
     options = options_of(tmp_path, network_weights=LORAS["t2v21"], include_patterns=("attn1",))
     require_adapter(options, MODEL)
     assert re.search("12 layers not trained here and left out, also of what is saved: blocks.0.attn2.to_k", caplog.text)
+    assert "train them, too (--lora_targets all_linear: all of the blocks), or merge the file" in caplog.text
     parameters = add_adapter(base_model(), options, MODEL)
     assert "8 layers of 8 start from" in caplog.text
     assert all(bool(p.any()) for p in parameters.values())

@@ -7,10 +7,13 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from fast_dit import adapted
+from fast_dit import trained as trained_of
 from parity import max_abs
 from runs import CPU, planned
 from safetensors.torch import load_file, save_file
 from tiny import TinyRun
+from tiny_qwen import TEXT_DIM, make_transformer
 from trained import KINDS, MODEL, base_model, options_of, predicted, trained
 
 from wangen import profiles
@@ -24,6 +27,7 @@ from wangen.runtime.adapters import read_adapter
 from wangen.runtime.lora import adapter_layers, read_lora
 from wangen.runtime.memory.quantize import quantize_blocks
 from wangen.runtime.models import family
+from wangen.runtime.models.qwen_image_edit.transformer import predict_velocity
 from wangen.runtime.training import loading
 from wangen.runtime.training.adapter import add_adapter
 from wangen.runtime.training.adapter_config import select_modules
@@ -179,12 +183,52 @@ def test_weights_go_over_at_once_where_nothing_is_done_to_them_first(tmp_path: P
     assert loaded(train_mode="full", **merges)[1] == torch.float32, "a sum has more digits"
 
 
-@pytest.mark.parametrize(("targets", "taken"), [("attention", ["attn.to_q"]), ("ffn", ["img_mlp.net.2"])])
+@pytest.mark.parametrize(
+    ("targets", "taken"),
+    [
+        ("attention", ["attn.to_q"]), ("ffn", ["img_mlp.net.2"]), ("all", ["attn.to_q", "img_mlp.net.2"]),
+        ("all_linear", ["attn.to_q", "img_mlp.net.2", "img_mod.1"]),
+    ],
+)  # fmt: skip
 def test_targets_find_the_layers_of_blocks_in_which_text_and_picture_look_at_both(tmp_path: Path, targets, taken):
-    names = [f"transformer_blocks.0.{layer}" for layer in ("attn.to_q", "img_mlp.net.2")]
+    names = [f"transformer_blocks.0.{layer}" for layer in ("attn.to_q", "img_mlp.net.2", "img_mod.1")] + ["img_in"]
     options = replace(options_of(tmp_path, lora_targets=targets), task="qwen-image")
     found = select_modules(names, options, profiles.model("qwen-image"))
     assert found == [f"transformer_blocks.0.{layer}" for layer in taken]
+
+
+@pytest.mark.parametrize("layout", ["comfyui", "kohya", "diffusers"])
+def test_an_adapter_on_every_linear_layer_of_qwen_image_is_read(tmp_path: Path, layout: str):
+    second = make_transformer()
+    linear = [name for name, module in second.named_modules() if isinstance(module, torch.nn.Linear)]
+    first = adapted(make_transformer(), targets="|".join(linear))
+    assert {"img_in", "norm_out.linear", "transformer_blocks.1.txt_mod.1"} < set(linear)
+    options = options_of(tmp_path, lora_layout=(layout,), network_alpha=2.0)
+    save(tmp_path / "a.safetensors", trained_of(first), options, {})
+    adapter = read_adapter(tmp_path / "a.safetensors")
+    assert sorted(adapter) == sorted(linear)
+    assert apply_adapter(second, adapter, name="a") == []
+    draw = torch.Generator().manual_seed(0)
+    latents, text = torch.randn(1, 16, 1, 4, 4, generator=draw), torch.randn(3, TEXT_DIM, generator=draw)
+    with torch.no_grad():
+        outputs = [predict_velocity(model, latents, torch.tensor([500.0]), [text])
+                   for model in (first, second, make_transformer())]  # fmt: skip
+    assert max_abs(*outputs[:2]) < 1e-5 < 1e-2 < max_abs(*outputs[1:])
+
+
+@pytest.mark.parametrize("prefix", ["lycoris_", "lora_transformer_"])
+@pytest.mark.parametrize("kind", ["lora", "lokr"])
+def test_other_trainers_prefixes_of_names_with_underscores_are_read(tmp_path: Path, kind: str, prefix: str):
+    options = options_of(tmp_path, lora_layout=("kohya",), **KINDS[kind])
+    save(tmp_path / "a.safetensors", trained(options)[1], options, {})
+    tensors = load_file(tmp_path / "a.safetensors")
+    save_file({key.replace("lora_unet_", prefix): value for key, value in tensors.items()},
+              tmp_path / "b.safetensors")  # fmt: skip
+    one, other = (read_adapter(tmp_path / f"{name}.safetensors") for name in "ab")
+    assert one.keys() == other.keys()
+    for module, weight in one.items():
+        assert weight.scale == other[module].scale
+        assert all(torch.equal(factor, other[module].factors[part]) for part, factor in weight.factors.items())
 
 
 def test_a_dora_of_the_high_noise_expert_is_over_its_own_base(tmp_path: Path):

@@ -94,6 +94,7 @@ def test_an_added_part_without_the_transformer_is_named(tmp_path: Path):
         (["model.diffusion_model.a", "text_encoders.b", "first_stage_model.c"],
          "a checkpoint that holds the transformer, the VAE and the text encoder in one file"),
         (["lora_unet_double_blocks_0_img_attn_qkv.lora_up.weight"], "a LoRA for another model than Wan"),
+        (["lycoris_single_transformer_blocks_0_attn_to_q.lora_up.weight"], "a LoRA for another model than Wan"),
         (["lora_unet_blocks_0_self_attn_q_proj.lora_up.weight"], "a LoRA for another model than Wan"),
         (["lora_unet_blocks_0_self_attn_q.hada_w1_a"], "a LoHa"),
         (["diffusion_model.blocks.0.ffn.0.lokr_w1"], "a LoKr"),

@@ -42,18 +42,19 @@ def make_qwen(num_layers: int):
 FAMILIES = {"t2v-1.3B": (make_wan, FastWan), "qwen-image-edit": (make_qwen, FastQwen)}
 
 
-def kept_tensors(name: str) -> int:
-    return weight_counts(profiles.model(name)).kept_tensors
+def kept_tensors(name: str, *, modulation: bool = False) -> int:
+    return weight_counts(profiles.model(name), modulation=modulation).kept_tensors
 
 
-def peak_rows(name: str, num_layers: int, mode: str = "none", **changes) -> float:
+def peak_rows(name: str, num_layers: int, mode: str = "none", more_targets: str = "-", **changes) -> float:
     """The most that lives beside weights and gradients during a step, in tensors of N x d."""
     torch.manual_seed(0)
     make, fast = FAMILIES[name]
     model, latents, given = make(num_layers)
     model.requires_grad_(False)
     quantize_blocks(model, mode)
-    model.add_adapter(LoraConfig(r=RANK, target_modules=profiles.model(name).lora_targets))
+    targets = f"{profiles.model(name).lora_targets}|{more_targets}"
+    model.add_adapter(LoraConfig(r=RANK, target_modules=targets))
     velocity = fast(model.train(), Compute(**changes), choose_kernel("sdpa", CPU, torch.float32))
 
     def step() -> None:
@@ -75,6 +76,16 @@ def test_a_block_keeps_what_the_formula_says(name, checkpointing):
     few, many = (peak_rows(name, layers, checkpointing=checkpointing) for layers in (2, 5))
     measured = (many - few) / 3
     assert 0.85 * per_block < measured < 1.03 * per_block
+
+
+@pytest.mark.slow
+def test_gates_that_are_trained_keep_what_they_let_through():
+    name, targets = "qwen-image-edit", r".*_mod\.1"
+    few, many = (peak_rows(name, layers, more_targets=targets, checkpointing="none") for layers in (2, 5))
+    per_block = kept_tensors(name, modulation=True) + 2 * FFN / DIM
+    assert 0.93 * per_block < (many - few) / 3 < 1.03 * per_block
+    formula = per_block + 2 * FFN / DIM
+    assert 0.9 * formula < peak_rows(name, 2, more_targets=targets) - 2 < formula + 2
 
 
 @pytest.mark.slow

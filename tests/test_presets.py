@@ -112,10 +112,11 @@ def test_quantised_weights_are_counted_exactly(mode, name, layers):
 def test_adapters_are_counted_exactly(model):
     from peft import LoraConfig
 
-    transformer = on_meta(model)
-    transformer.add_adapter(LoraConfig(r=8, target_modules=model.lora_targets))
-    trained = sum(parameter.numel() for parameter in transformer.parameters() if parameter.requires_grad)
-    assert adapter_weights(model, 8) == trained
+    for modulation, targets in enumerate((model.lora_targets, rf"{model.lora_targets}|.*_mod\.1")):
+        transformer = on_meta(model)
+        transformer.add_adapter(LoraConfig(r=8, target_modules=targets))
+        trained = sum(parameter.numel() for parameter in transformer.parameters() if parameter.requires_grad)
+        assert adapter_weights(model, 8, modulation=bool(modulation)) == trained
 
 
 def test_the_parts_of_a_run_whose_numbers_are_known():

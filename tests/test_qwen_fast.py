@@ -168,7 +168,7 @@ def test_what_is_trained_as_a_whole_gets_its_gradients():
 @pytest.mark.slow
 @pytest.mark.parametrize("way", WAYS, ids=lambda way: "-".join(map(str, way.values())))
 @pytest.mark.parametrize(("case", "dtype"), [("alike", torch.float32), ("mixed", torch.bfloat16)])
-@pytest.mark.parametrize("targets", [LINEARS, BEFORE])
+@pytest.mark.parametrize("targets", [LINEARS, BEFORE, NUMBERS])
 def test_every_way_of_recomputing_gives_the_same_bits(way: dict[str, Any], case: str, dtype: torch.dtype, targets: str):
     model, inputs = model_with(dtype=dtype, targets=targets, clean=True), inputs_of(case, dtype)
     wanted = step(model, fast(model, split_attention="split_attention" in way), inputs)

@@ -250,7 +250,7 @@ def test_training_lowers_the_loss_of_one_edit(edits, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("targets", "modules"), [("all", 12), ("attention", 8), ("ffn", 4)],
+    ("targets", "modules"), [("all", 12), ("all_linear", 14), ("attention", 8), ("ffn", 4)],
 )  # fmt: skip
 def test_the_presets_of_targets(edits, tmp_path, targets, modules):
     found = run(edits["qwen-image-edit"], tmp_path, lora_targets=targets, max_train_steps=1)
@@ -261,7 +261,7 @@ def test_the_presets_of_targets(edits, tmp_path, targets, modules):
 def test_other_layouts_are_loaded_by_the_pipeline_and_change_it_alike(edits, tmp_path, layout):
     """ComfyUI's and kohya's names go through diffusers' own converter."""
     made = edits["qwen-image-edit"]
-    run(made, tmp_path, lora_layout=("comfyui", layout), max_train_steps=2)
+    run(made, tmp_path, lora_layout=("comfyui", layout), lora_targets="all_linear", max_train_steps=2)
     outputs = []
     for name in ("edit.safetensors", f"edit-{layout}.safetensors"):
         pipeline = pipeline_of("qwen-image-edit", made.tiny)
@@ -323,9 +323,10 @@ def test_cached_realtime_and_mixed_training_have_the_same_losses_and_end_with_th
 
 def test_a_run_that_began_on_the_cache_goes_on_without_it(edits, tmp_path):
     made = edits["qwen-image-edit"]
-    run(made, tmp_path / "whole")
-    run(made, tmp_path / "parts", max_train_steps=3)
-    run(made, tmp_path / "parts", cache_mode="realtime", vae=made.tiny.single["vae"], t5=made.tiny.single["t5"])
+    run(made, tmp_path / "whole", lora_targets="all_linear")
+    run(made, tmp_path / "parts", lora_targets="all_linear", max_train_steps=3)
+    run(made, tmp_path / "parts", lora_targets="all_linear", cache_mode="realtime", vae=made.tiny.single["vae"],
+        t5=made.tiny.single["t5"])  # fmt: skip
     whole, parts = ((tmp_path / name / "edit.safetensors").read_bytes() for name in ("whole", "parts"))
     assert whole == parts
 
@@ -352,6 +353,7 @@ def test_cached_training_loads_no_encoder_and_the_others_ask_for_their_weights(e
         ]),
         ({"quantize": "int8"}, [{"blocks_to_swap": 1}]),
         ({"network_dropout": 0.3}, [{"blocks_to_swap": 2}]),
+        ({"lora_targets": "all_linear", "quantize": "int8"}, [{"blocks_to_swap": 2, "checkpointing": "selective"}]),
     ],
 )  # fmt: skip
 def test_swapped_blocks_change_no_byte(edits, tmp_path, alike, swapping):

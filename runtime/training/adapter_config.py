@@ -30,8 +30,9 @@ PRESETS = {
     "self_attention": r"\.attn1\.",
     "cross_attention": r"\.attn2\.",
     "ffn": r"\.(ffn|(img|txt)_mlp)\.",
+    "all_linear": r"blocks\.",
 }
-"""`--lora_targets` -> what a layer's name holds, of those that the model profile names.
+"""`--lora_targets` -> what a layer's name holds, of those that the model profile names; with `all_linear` of all.
 
 In Qwen-Image's blocks text and picture look at both at once, so neither self- nor cross-attention is there alone.
 """
@@ -120,7 +121,7 @@ def select_modules(names: Iterable[str], options: Train, model: profiles.Model, 
         UsageError: a pattern finds none of these layers, or together they leave none.
     """
     chosen = settings(options, expert)
-    usual = re.compile(model.lora_targets)
+    usual = re.compile(".*" if options.lora_targets == "all_linear" else model.lora_targets)
     preset = re.compile(PRESETS[options.lora_targets])
     listed = [name for name in names if usual.fullmatch(name) and preset.search(name)]
     if not listed:

@@ -1,6 +1,7 @@
 """Adapters that a run cannot train, start from or merge, and weights that it cannot change: before a model loads."""
 
 import logging
+import re
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -14,6 +15,7 @@ from wangen.generator.kinds import expect
 from wangen.generator.steps import Train
 from wangen.runtime.adapters import Adapter, AdapterWeight, read_adapter, without_numbers
 from wangen.runtime.training.adapter_config import (
+    PRESETS,
     changeable_weights,
     factor_shapes,
     merged,
@@ -160,9 +162,11 @@ def _require_start(start: _File, chosen: Settings, sizes: Mapping[str, Sequence[
         raise start.refused(f"{module} of this {WORDS[kind]} has factors of other sizes",
                             same_factors(fitting[module], chosen))  # fmt: skip
     if left_out := [module for module in start.adapter if module not in sizes]:
-        log.warning("  %s %s: %s not trained here and left out, also of what is saved: %s; to keep them, merge the "
-                    "file (--base_weights) in place of starting from it",
-                    start.flag, start.path, many(len(left_out), "layer"), some(left_out))  # fmt: skip
+        keep = "merge the file (--base_weights) in place of starting from it"
+        if any(map(re.compile(PRESETS["all_linear"]).search, left_out)):
+            keep = f"train them, too (--lora_targets all_linear: all of the blocks), or {keep}"
+        log.warning("  %s %s: %s not trained here and left out, also of what is saved: %s; to keep them, %s",
+                    start.flag, start.path, many(len(left_out), "layer"), some(left_out), keep)  # fmt: skip
 
 
 def _require_sizes(
