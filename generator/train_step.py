@@ -97,9 +97,7 @@ class Train(DatasetStep):
     dora: bool = flag("weight-decomposed LoRA (DoRA)", False, pinned=True)
     lokr_factor: int = flag("LoKr's first factor, or its next lower divisor; -1: the most square", -1, pinned=True)
     lora_targets: Literal["all", "all_linear", "attention", "self_attention", "cross_attention", "ffn"] = flag(
-        "which layers of the blocks get an adapter; of Qwen-Image's img_mod and txt_mod only with all_linear do",
-        "all",
-        pinned=True,
+        "which layers of blocks get an adapter; all_linear: also Qwen-Image's img_mod and txt_mod", "all", pinned=True
     )
     include_patterns: tuple[str, ...] = flag("only layers whose name one of these regular expressions finds", (),
                                              pinned=True)  # fmt: skip

@@ -127,13 +127,17 @@ def read_adapter(path: Path, flag: str = "--network_weights") -> Adapter:
     return adapter
 
 
-def read_scales(path: Path) -> dict[str, tuple[int, float]]:
+def read_scales(path: Path, flag: str) -> dict[str, tuple[int, float]]:
     """Module name in diffusers -> rank and scale of an adapter, of which only the alphas are read.
+
+    Args:
+        path: as of `read_adapter`.
+        flag: likewise.
 
     Raises:
         WangenError: as `read_adapter`.
     """
-    file, _, modules, alphas = _read_header(path, "--network_weights")
+    file, _, modules, alphas = _read_header(path, flag)
     found: dict[str, tuple[int, float]] = {}
     for module, parts in sorted(modules.items()):
         rank = rank_of(parts)
@@ -181,12 +185,10 @@ def plain_lora(adapter: Mapping[str, AdapterWeight]) -> Lora | None:
 def _weight(file: Path, module: str, parts: Parts, alphas: Alphas, over_base: bool) -> AdapterWeight:
     kind = kind_of_parts(parts)
     read = {part: read_tensor(info) for part, info in parts.items()}
-    weight = AdapterWeight(kind, {name: read[name] for name in FACTORS[kind] if name in read}, 1.0)
-    scale = _scale(file, module, parts, weight.rank, alphas)
-    magnitude = next((read[name] for name in MAGNITUDES if name in read), None)
-    if magnitude is not None:
-        magnitude = magnitude.reshape(-1)
-    return AdapterWeight(kind, weight.factors, scale, magnitude, over_base and "dora_scale" in parts)
+    factors = {name: read[name] for name in FACTORS[kind] if name in read}
+    scale = _scale(file, module, parts, rank_of(parts), alphas)
+    magnitude = next((read[name].reshape(-1) for name in MAGNITUDES if name in read), None)
+    return AdapterWeight(kind, factors, scale, magnitude, over_base and "dora_scale" in parts)
 
 
 def _scale(file: Path, module: str, parts: Parts, rank: int, alphas: Alphas) -> float:

@@ -6,7 +6,7 @@ memory is a few numbers for each sample, not a list of batches.
 """
 
 from bisect import bisect_right
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import overload
@@ -111,9 +111,6 @@ class Epoch(Sequence[list[Draw]]):
             Draw(index, repeat, self._caption(index, repeat), position + count)
             for count, (index, repeat) in enumerate(pairs)
         ]
-
-    def __iter__(self) -> Iterator[list[Draw]]:
-        return (self[number] for number in range(len(self)))
 
     def _caption(self, index: int, repeat: int) -> int:
         """Which caption this use of a sample sees, -1 for the empty one; drawn only where there is a choice."""

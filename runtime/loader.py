@@ -334,9 +334,9 @@ def _tensors(entry: AnyEntry) -> Mapping[str, torch.Tensor]:
 
 
 def _stacked(entries: Sequence[AnyEntry | None], name: str) -> torch.Tensor | None:
-    """One tensor of every entry as a batch in float32; None when there are no entries."""
+    """One tensor of every entry as a batch in float32; None when there are no entries: all have one, or none has."""
     found = [_tensors(entry)[name].float() for entry in entries if entry is not None]
-    return torch.stack(found) if len(found) == len(entries) and found else None
+    return torch.stack(found) if found else None
 
 
 def _condition(chosen: Sequence[CachedSample]) -> torch.Tensor | None:

@@ -1,4 +1,4 @@
-"""LoRAs of Wan transformers: files of every layout in and out; `adapter_layers` applies them.
+"""LoRAs of Wan and Qwen-Image: files of every layout in and out; `adapter_layers` applies them.
 
 In between stands one neutral form, a dictionary from the module's name in diffusers to its `LoraWeight`. The change
 that a LoRA makes to a weight is `multiplier * alpha / rank * up @ down`. `merge.py` adds it to a checkpoint for good.
@@ -91,22 +91,6 @@ def read_lora(path: Path) -> Lora:
     return lora
 
 
-def to_layout(
-    lora: Mapping[str, LoraWeight], layout: Layout, dtype: torch.dtype | None = None
-) -> dict[str, torch.Tensor]:
-    """The tensors of a LoRA file, ready for `safetensors_file.write`.
-
-    Args:
-        lora: the neutral form.
-        layout: whose keys to write.
-        dtype: of the matrices; None keeps each one's own. Alphas are float32.
-
-    Raises:
-        WangenError: a module that the Wan transformer does not have, or a number that the dtype cannot hold.
-    """
-    return name_tensors(as_stored(lora, layout, dtype), layout)
-
-
 def as_stored(lora: Mapping[str, LoraWeight], layout: Layout, dtype: torch.dtype | None) -> Lora:
     """A LoRA with the numbers that its file will hold.
 
@@ -135,7 +119,7 @@ def name_tensors(stored: Mapping[str, LoraWeight], layout: Layout) -> dict[str, 
     """The tensors of a file from what `as_stored` gave; alpha is written where the layout has it and it says something.
 
     Raises:
-        WangenError: a module that the Wan transformer does not have.
+        WangenError: a module that no transformer has.
     """
     tensors: dict[str, torch.Tensor] = {}
     qwen = is_of_qwen(stored)

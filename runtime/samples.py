@@ -164,8 +164,8 @@ class Sample:
             first = excerpt.numbers(self.start)[0]
             return recipe | {FIRST: first, STEP: excerpt.step, "frames": self.count}
         if not still:
-            recipe |= {"start": self.start, "frames": self.count, "fps": self.fps, "source_fps": self.entry.source_fps}
-            return recipe
+            source_fps = self.entry.source_fps
+            return recipe | {"start": self.start, "frames": self.count, "fps": self.fps, "source_fps": source_fps}
         recipe["frames"] = self.count
         if self.entry.background_color != WHITE and source.facts.transparent:
             recipe["background"] = self.entry.background_color
@@ -296,8 +296,9 @@ def make_folder(
 def _samples(item: Item, entry: DatasetEntry, sources: Mapping[Path, Source], model: Model) -> list[Sample]:
     source = sources[item.path]
     size = bucket_of(source.facts, entry, model.bucket_step)
-    frames = clip_frames(item, source.facts, model.fps, entry.source_fps) if item.media == "video" else 1
-    clips: Sequence[tuple[int, int]] = windows(entry, frames) if item.media == "video" else [(0, 1)]
+    clips: Sequence[tuple[int, int]] = [(0, 1)]
+    if item.media == "video":
+        clips = windows(entry, clip_frames(item, source.facts, model.fps, entry.source_fps))
     controls, mask = tuple(sources[path] for path in item.controls), sources[item.mask] if item.mask else None
     strides = (model.temporal_stride, model.spatial_stride)
     return [

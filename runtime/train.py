@@ -111,7 +111,7 @@ def _run(options: Train, device: torch.device, ranks: Ranks) -> Report:
     if device.type == "cpu":
         keep_freed_memory()
     try:
-        options = alike(resolved(options, model, free, ranks.launch), device, ranks)
+        options = alike(resolved(options, model, free, ranks.launch), free, ranks)
         refuse(options, model, device)
     except WangenError as error:
         if ranks.launch.count > 1:  # no launcher starts that again
@@ -210,12 +210,11 @@ def _done_before(
     return _report(plan, state.step, {**state.facts, **_timing_before(plan.options)}, done_before=True)
 
 
-def alike(options: Train, device: torch.device, ranks: Ranks) -> Train:
+def alike(options: Train, free: int | None, ranks: Ranks) -> Train:
     """The options with the memory flags of the process whose card has least free: `--vram auto` looks at each card."""
     if options.vram != "auto" or ranks.count == 1:
         return options
-    free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else 0
-    return replace(options, **min(ranks.gathered((free, memory_of(options))), key=lambda found: found[0])[1])
+    return replace(options, **min(ranks.gathered((free or 0, memory_of(options))), key=lambda found: found[0])[1])
 
 
 def _settings(plan: Plan) -> dict[str, Any]:

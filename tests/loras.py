@@ -12,7 +12,7 @@ from wangen.generator.lora_keys import Layout
 from wangen.runtime import safetensors_file
 from wangen.runtime.adapter_layers import apply_adapter
 from wangen.runtime.adapters import AdapterWeight
-from wangen.runtime.lora import Lora, LoraWeight, adapter_layers, read_lora, to_layout
+from wangen.runtime.lora import Lora, LoraWeight, adapter_layers, as_stored, name_tensors, read_lora
 from wangen.runtime.weights.transformer import load_transformer
 
 KOHYA = {
@@ -28,6 +28,11 @@ LAYOUTS = ("comfyui", "kohya", "diffusers", "peft")
 LORAS = {
     folder.name.removeprefix("lora_"): folder / "lora_musubi.safetensors" for folder in sorted(VECTORS.glob("lora_*"))
 }
+
+
+def to_layout(lora: Mapping[str, LoraWeight], layout: Layout) -> dict[str, torch.Tensor]:
+    """The tensors of a LoRA's file in a layout."""
+    return name_tensors(as_stored(lora, layout, None), layout)
 
 
 def model_of(name: str, dit: Path | None = None) -> torch.nn.Module:

@@ -10,7 +10,7 @@ import torch
 from fast_dit import fast, inputs_of
 from fast_dit import trained as trained_parameters
 from helpers import every
-from loras import LAYOUTS, LORAS, output, set_strength, wanted
+from loras import LAYOUTS, LORAS, output, set_strength, to_layout, wanted
 from parity import DITS, max_abs
 from peft import LoKrConfig, get_peft_model
 from trained import KINDS, MODEL, base_model, options_of, predicted, trained
@@ -24,10 +24,11 @@ from wangen.generator.train_refusals import refuse_flags
 from wangen.runtime import safetensors_file
 from wangen.runtime.adapter_layers import apply_adapter, base_weight, merge_adapter
 from wangen.runtime.adapters import read_adapter
-from wangen.runtime.lora import adapter_layers, read_lora, to_layout
+from wangen.runtime.lora import adapter_layers, read_lora
 from wangen.runtime.memory.quantize import quantize_blocks
 from wangen.runtime.training.adapter import add_adapter, disabled, merge_base_weights, replaced
 from wangen.runtime.training.adapter_config import (
+    changeable_weights,
     linear_modules,
     select_modules,
     settings,
@@ -36,7 +37,7 @@ from wangen.runtime.training.adapter_files import save
 from wangen.runtime.training.adapter_refusals import require_adapter
 from wangen.runtime.weights.transformer import load_transformer
 
-LAYERS = linear_modules(read_header(DITS["dit_t2v21"]))
+LAYERS = linear_modules(changeable_weights(read_header(DITS["dit_t2v21"])))
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -125,7 +126,7 @@ def test_targets_and_patterns_restrict_what_is_trained(tmp_path: Path, changes: 
 
 
 def test_the_image_branch_of_a_wan_21_i2v_model_is_trained_too(tmp_path: Path):
-    layers = linear_modules(read_header(DITS["dit_i2v21"]))
+    layers = linear_modules(changeable_weights(read_header(DITS["dit_i2v21"])))
     chosen = select_modules(layers, options_of(tmp_path), profiles.model("i2v-14B"))
     assert "blocks.0.attn2.add_k_proj" in chosen
     assert not any("embedder" in name or name == "proj_out" for name in chosen)

@@ -9,13 +9,13 @@ from typing import Any
 
 import pytest
 import torch
-from loras import KOHYA, LORAS, convert, every_module, write
+from loras import KOHYA, LORAS, convert, every_module, to_layout, write
 from parity import DITS
 from safetensors.torch import load_file, save_file
 
 from wangen.generator.cli import main
 from wangen.generator.headers import read_header
-from wangen.runtime.lora import read_lora, to_layout
+from wangen.runtime.lora import read_lora
 
 
 @pytest.mark.parametrize(

@@ -5,13 +5,24 @@ from pathlib import Path
 import pytest
 import torch
 from diffusers import FlowMatchEulerDiscreteScheduler, WanPipeline
-from loras import LAYOUTS, LORAS, apply_lora, every_module, model_of, output, same_change, set_strength, wanted
+from loras import (
+    LAYOUTS,
+    LORAS,
+    apply_lora,
+    every_module,
+    model_of,
+    output,
+    same_change,
+    set_strength,
+    to_layout,
+    wanted,
+)
 from parity import max_abs
 from safetensors.torch import load_file
 
 from wangen.generator.errors import WangenError
 from wangen.runtime import safetensors_file
-from wangen.runtime.lora import LoraWeight, read_lora, to_layout
+from wangen.runtime.lora import LoraWeight, read_lora
 
 T2V = LORAS["t2v21"]
 

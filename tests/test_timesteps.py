@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from wangen import profiles
 from wangen.generator.errors import UsageError
 from wangen.generator.steps import Train
+from wangen.generator.train_refusals import require_timesteps
 from wangen.runtime.training.distributions import share
 from wangen.runtime.training.timesteps import (
     HIGH,
@@ -22,7 +23,6 @@ from wangen.runtime.training.timesteps import (
     Sampler,
     distribution_of,
     expert_shares,
-    require_timesteps,
 )
 
 N, FEW = 20_000, 4_000
@@ -250,9 +250,15 @@ def test_the_share_of_mixed_sizes_is_the_mean_over_the_samples():
 
 def test_an_expert_that_never_gets_a_timestep_is_refused_before_training():
     options = train(task="t2v-A14B", timestep_sampling="uniform", min_timestep=875)
-    Sampler(options, 0.875, 1.0, HIGH)
+    Sampler(options, 0.875, 1.0, HIGH).distribution(TOKENS)
     with pytest.raises(UsageError, match=r"for the low-noise expert .* never falls between 0 and 875"):
-        Sampler(options, 0.0, 0.875, LOW)
+        Sampler(options, 0.0, 0.875, LOW).distribution(TOKENS)
+
+
+def test_what_the_model_s_own_resolution_would_never_draw_is_not_asked():
+    options = train(timestep_sampling="flux_shift", sigmoid_scale=0.02, max_timestep=640,
+                    preserve_distribution_shape=True)  # fmt: skip
+    assert Sampler(options).sigma((1, 0, "cat", 0), 0, 256) == pytest.approx(0.62, abs=0.02)
 
 
 @pytest.mark.parametrize(
@@ -276,8 +282,6 @@ def test_flags_that_describe_no_distribution_are_refused(flags, words):
     with pytest.raises(UsageError) as caught:
         require_timesteps(train(**flags))
     assert words in caught.value.found
-    with pytest.raises(UsageError):
-        Sampler(train(**flags))
 
 
 # ---- draws -------------------------------------------------------------------------------------------------------

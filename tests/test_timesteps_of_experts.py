@@ -8,6 +8,7 @@ from test_timesteps import TOKENS, train
 
 from wangen import profiles
 from wangen.generator.errors import UsageError
+from wangen.generator.train_refusals import require_timesteps
 from wangen.runtime.training.plan import plan_experts
 from wangen.runtime.training.refusals import resolved
 from wangen.runtime.training.timesteps import (
@@ -21,7 +22,6 @@ from wangen.runtime.training.timesteps import (
     left_to_the_other,
     model_tokens,
     more_draws,
-    require_timesteps,
     share,
     starving,
 )

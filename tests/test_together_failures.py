@@ -125,9 +125,9 @@ def test_all_take_the_memory_flags_of_the_card_with_least_free(tiny_run: TinyRun
     options = tiny_run.options(tmp_path, vram="auto", blocks_to_swap=0, quantize="none")
     others = [(30, {"blocks_to_swap": 0, "quantize": "none"}), (20, {"blocks_to_swap": 10, "quantize": "int8"})]
     monkeypatch.setattr(SECOND, "gathered", lambda _own: others)
-    found = train.alike(options, CPU, SECOND)
+    found = train.alike(options, None, SECOND)
     assert (found.blocks_to_swap, found.quantize) == (10, "int8")
-    assert train.alike(replace(options, vram=None), CPU, SECOND).blocks_to_swap == 0
+    assert train.alike(replace(options, vram=None), None, SECOND).blocks_to_swap == 0
 
 
 def test_a_lost_process_is_said_in_one_line_and_waited_for(monkeypatch):

@@ -7,7 +7,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from helpers import digest
+from helpers import digest, write_tree
 from train_cases import PowerCutError, cut_off
 
 from wangen import profiles
@@ -87,6 +87,14 @@ def test_a_line_that_is_run_again_at_its_end_says_what_it_does_not_make(tiny_run
     train.run(replace(options, sample_prompts=prompts, **weights, validation_config=tiny_run.dataset_config))
     assert "came to its end without a validation: wangen evaluate makes one" in caplog.text
     assert "came to its end without samples: wangen generate --prompt_file makes them" in caplog.text
+
+
+def test_samples_of_a_run_with_brackets_in_its_name_are_found(tmp_path):
+    name = "cats[v2]"
+    write_tree(tmp_path, {f"samples/{name}-step00000010-1.png": ""})
+    options = SimpleNamespace(output_dir=tmp_path, sample_prompts=tmp_path / "prompts.txt")
+    plan = SimpleNamespace(held_out=[], options=options, name=name)
+    assert not_looked_at(plan, SimpleNamespace(facts={}, step=10)) == []
 
 
 def test_an_interrupted_run_with_other_settings_and_fewer_steps_is_no_run_that_ended(tiny_run, tmp_path, caplog):

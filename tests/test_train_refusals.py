@@ -146,6 +146,10 @@ def test_the_cure_names_the_flag_of_the_expert(tiny_run, tmp_path, files):
     with pytest.raises(UsageError) as error:
         train.run(two(tiny_run, files, tmp_path, dim_from_weights=True, network_weights="rank 8"))
     assert "give --network_weights_high_noise" in error.value.cure
+    wrong = replace(two(tiny_run, files, tmp_path, dim_from_weights=True), network_weights=files["rank 8"],
+                    network_weights_high_noise=tiny_run.weights["vae"])  # fmt: skip
+    with pytest.raises(WangenError, match="--network_weights_high_noise takes a LoRA"):
+        train.run(wrong)
 
 
 def test_a_lora_of_one_expert_that_is_merged_into_the_other_is_said(tiny_run, tmp_path, files, caplog):

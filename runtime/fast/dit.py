@@ -199,7 +199,7 @@ class FastWan(FastModel):
         images = None
         if image_tokens is not None:
             images = embedder.image_embedder(image_tokens.to(device, dtype))
-        alike = len(set(num_tokens)) == 1 and len(set(sizes)) == 1
+        alike = len(set(sizes)) == 1
         tables = [self._rotation(size, device) for size in (sizes[:1] if alike else sizes)]
         return Tokens(
             items=num_tokens,

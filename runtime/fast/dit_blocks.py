@@ -32,7 +32,7 @@ class Tokens:
     Attributes:
         items: tokens of each item.
         runs: tokens of each run that shares a timestep, in order; no run goes over two items.
-        rotations: (N, channels of a head / 2) complex numbers of the positions where items are alike, else (T, ...).
+        rotations: (N, channels of a head / 2) complex numbers of the positions where items have one size, else (T, …).
         text: (B, L, D) projected rows of text.
         text_bias: (B, 1, 1, L) or None.
         images: (B, tokens, D) projected image tokens of Wan 2.1 image-to-video, or None.

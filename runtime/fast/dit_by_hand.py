@@ -52,7 +52,7 @@ class BlockByHand:
         numbers: of the timesteps.
         items: how many, all with as many tokens.
         runs: tokens of each run that shares a timestep.
-        rotations: (N, channels of a head / 2) complex numbers of the positions.
+        rotations: (N or T, channels of a head / 2) complex numbers of the positions, as `Tokens` has them.
         kernel: of attention.
         stash: where the output of self attention is kept for the recomputation; None keeps nothing.
         second: the half of the block after self attention.

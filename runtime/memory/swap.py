@@ -173,8 +173,6 @@ class BlockSwap:
         parked: whether nothing frozen is on the device.
     """
 
-    parked: bool
-
     def __init__(
         self,
         transformer: nn.Module,

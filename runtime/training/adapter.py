@@ -32,7 +32,7 @@ from wangen.runtime.libraries import (
 )
 from wangen.runtime.lora import adapter_layers
 from wangen.runtime.randomness import generator_for
-from wangen.runtime.training.adapter_config import merged, select_modules, settings
+from wangen.runtime.training.adapter_config import merged, select_modules, settings, start_flag
 
 log = logging.getLogger("wangen")
 
@@ -71,7 +71,8 @@ def add_adapter(
     require_linear(transformer, modules, chosen.kind, chosen.dora)
     add(transformer, _config(chosen, modules), NAME)
     layers = adapter_layers(transformer)
-    start = read_adapter(chosen.start) if chosen.start else {}  # what does not fit was refused by its header
+    # What does not fit was refused by its header.
+    start = read_adapter(chosen.start, start_flag(expert)) if chosen.start else {}
     if chosen.start:
         fitting = len(start.keys() & layers.keys())
         log.info("  %s of %s start from %s", many(fitting, "layer"), len(layers), chosen.start)

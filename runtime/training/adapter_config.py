@@ -5,7 +5,7 @@ All of it is known from the flags and from the headers of files, before a model 
 
 import math
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from difflib import get_close_matches
 from functools import cache
@@ -57,7 +57,7 @@ def settings(options: Train, expert: str = "") -> Settings:
         if found.start is None:
             raise UsageError("--dim_from_weights takes rank and alpha from an adapter to start from",
                              cure=f"give {start_flag(expert)}, or leave it out")  # fmt: skip
-        found = _with_ranks_of(found, found.start)
+        found = _with_ranks_of(found, found.start, start_flag(expert))
     return found
 
 
@@ -78,9 +78,9 @@ def changeable_weights(header: Header) -> dict[str, TensorInfo]:
     return {module: info for name, info in named.items() if (module := module_name(name)) is not None}
 
 
-def linear_modules(header: Header) -> list[str]:
-    """The linear layers of a transformer's file that an adapter can change, by their names in diffusers, sorted."""
-    return sorted(module for module, info in changeable_weights(header).items() if len(info.shape) == 2)
+def linear_modules(weights: Mapping[str, TensorInfo]) -> list[str]:
+    """The linear layers among `changeable_weights`, by their names in diffusers, sorted."""
+    return sorted(module for module, info in weights.items() if len(info.shape) == 2)
 
 
 def factor_shapes(chosen: Settings, module: str, rows: int, columns: int) -> dict[str, tuple[int, ...]]:
@@ -162,14 +162,14 @@ def same_factors(weight: AdapterWeight, chosen: Settings) -> str:
 
 
 @cache
-def _scales_of(start: Path) -> dict[str, tuple[int, float]]:
+def _scales_of(start: Path, flag: str) -> dict[str, tuple[int, float]]:
     """`read_scales`, once in a process: whoever removes the file does not stop the run that began with it."""
-    return read_scales(start)
+    return read_scales(start, flag)
 
 
-def _with_ranks_of(found: Settings, start: Path) -> Settings:
+def _with_ranks_of(found: Settings, start: Path, flag: str) -> Settings:
     """The settings with the ranks and alphas of an adapter's file."""
-    scales = _scales_of(start)
+    scales = _scales_of(start, flag)
     if any(not rank for rank, _ in scales.values()):
         raise UsageError("--dim_from_weights: the whole matrices of this LoKr have no rank", where=str(start),
                          cure="give the --network_dim and --lokr_factor that it was trained with")  # fmt: skip

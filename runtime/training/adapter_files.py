@@ -77,15 +77,14 @@ def save(
     """
     dtype: torch.dtype = getattr(torch, options.save_precision)
     adapter = as_adapter(parameters, options, expert)
-    written = []
+    lora, written = plain_lora(adapter), []
     for number, layout in enumerate(options.lora_layout):
         target = path if number == 0 else path.with_name(f"{path.stem}-{layout}{path.suffix}")
-        header = dict(metadata)
-        stored = adapter
+        header, stored = dict(metadata), adapter
         if has_dora_scale(adapter, layout):
             stored = _over_base(adapter, _file_base(options, expert))
             header[DORA_NORM] = "base"
-        if (lora := plain_lora(adapter)) is None:
+        if lora is None:
             tensors = name_adapter(stored, layout, dtype)
         else:
             rounded = as_stored(lora, layout, dtype)
@@ -110,7 +109,8 @@ def name_adapter(adapter: Adapter, layout: Layout, dtype: torch.dtype) -> dict[s
         dtype: of all tensors but the alphas and a DoRA's magnitudes, which are float32.
 
     Raises:
-        WangenError: a module that the Wan transformer does not have, or a number that the dtype cannot hold.
+        KeyError: a module that no transformer has.
+        WangenError: a number that the dtype cannot hold.
     """
     tensors: dict[str, torch.Tensor] = {}
     key = partial(adapter_key, layout, qwen=is_of_qwen(adapter))

@@ -18,6 +18,7 @@ from wangen.runtime.training.adapter_config import (
     PRESETS,
     changeable_weights,
     factor_shapes,
+    linear_modules,
     merged,
     same_factors,
     select_modules,
@@ -51,8 +52,7 @@ def require_adapter(options: Train, model: profiles.Model) -> None:
         if options.train_mode == "full":
             _refuse_stored_in_few_bits(weights, dit)
             continue
-        linear = sorted(module for module, info in weights.items() if len(info.shape) == 2)
-        modules = select_modules(linear, options, model, expert)
+        modules = select_modules(linear_modules(weights), options, model, expert)
         chosen, sizes = settings(options, expert), {module: weights[module].shape for module in modules}
         if not options.dim_from_weights:
             _refuse_more_than_whole(chosen, sizes.values())

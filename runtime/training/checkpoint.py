@@ -1,4 +1,4 @@
-"""The training state on disk: adapter, optimizer and a few integers, staged in a folder, manifest last, one rename.
+"""The training state on disk: weights, optimizer, averages and facts, staged in a folder, manifest last, one rename.
 
 A state folder is complete when its manifest is there and every file it lists has its size; anything else is ignored
 and cleaned up, so that a kill at any moment leaves the previous state in force. Bytes that changed since are found by
@@ -264,10 +264,10 @@ def identity(path: Path) -> str:
 
 
 def read(path: Path) -> TrainingState:
-    """The state in a folder.
+    """The state in a folder; the tensors of one in parts are left there.
 
     Raises:
-        WangenError: it is no complete state.
+        WangenError: it is no complete state, it is damaged, or this user may not read it.
     """
     manifest = _manifest(path)
     if manifest is None:

@@ -251,7 +251,7 @@ def _num_trained(plan: Plan, expert: ExpertPlan) -> int:
     if options.train_mode == "full":
         return sum(math.prod(info.shape) for info in sort_out(header).weights.values())
     chosen, weights = settings(options, expert.name), changeable_weights(header)
-    modules = select_modules(linear_modules(header), options, plan.model, expert.name)
+    modules = select_modules(linear_modules(weights), options, plan.model, expert.name)
     count = sum(weights[module].shape[0] for module in modules) if chosen.dora else 0
     shapes = (factor_shapes(chosen, module, *weights[module].shape).values() for module in modules)
     return count + sum(math.prod(shape) for factors in shapes for shape in factors)

@@ -124,8 +124,7 @@ class TimestepBins:
     """The mean loss in ten equal parts of [0, 1000], each item counted where its timestep falls."""
 
     def __init__(self) -> None:
-        self._sums = [0.0] * NUM_BINS
-        self._counts = [0] * NUM_BINS
+        self.clear()
 
     def add(self, sigmas: Sequence[float], losses: Sequence[float]) -> None:
         """Count items: (B,) noise levels in [0, 1] and (B,) losses; what is not finite is left out."""

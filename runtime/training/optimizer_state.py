@@ -162,7 +162,7 @@ def _joined(leaf: Leaf, key: str, values: Sequence[Any], where: str) -> Any:
         stop = place.stop if scale == 1 and value.is_floating_point() else place.end
         if value.numel() != (stop - place.start) // scale:
             raise WangenError("the optimizer's state is of other shapes", where=where, cure=OTHER_ADAPTER)
-        result[place.start // scale : stop // scale if scale > 1 else stop] = value.flatten()
+        result[place.start // scale : stop // scale] = value.flatten()
     return result
 
 

@@ -239,7 +239,7 @@ def plan_experts(
         options: the flags, resolved.
         model: the model profile.
         num_steps: optimizer steps of all experts together.
-        tokens_per_frame: how many samples have so many tokens in a frame.
+        tokens_per_frame: how many draws have so many tokens in a frame, from `count_tokens`.
 
     Raises:
         UsageError: an expert of two would get no step.

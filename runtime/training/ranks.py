@@ -1,8 +1,9 @@
 """Processes that train together: each takes its share of every step's batches, and the gradients are added up.
 
-All of them hold the same weights and make the same optimizer step, so one of them (rank 0) writes, shows and saves for
-all. With one process nothing here does anything. Gradients go over NCCL on GPUs; small facts about a step go over gloo,
-from host memory, so that no GPU is waited for.
+All of them make the same optimizer step on the same weights, so one of them (rank 0) writes, shows and saves for all.
+Weights that train in parts (`sharded`) are held, stepped and saved by each for its own. With one process nothing here
+does anything. Gradients go over NCCL on GPUs; small facts about a step go over gloo, from host memory, so that no GPU
+is waited for.
 """
 
 import atexit
@@ -55,7 +56,7 @@ class Ranks:
 
     def marching(self) -> "Ranks":
         """The same, but all go through the model equally often: each pass gathers weights from all."""
-        return Ranks(self.launch, in_step=self.count > 1)
+        return Ranks(self.launch, in_step=True)
 
     @property
     def is_first(self) -> bool:
@@ -72,7 +73,7 @@ class Ranks:
         """
         own = list(items[self.number :: self.count])
         rows = -(-len(items) // self.count) if self.in_step else 0
-        return own + [items[0]] * (rows - len(own))
+        return own + list(items[:1]) * (rows - len(own))
 
     def num_own(self, items: Sequence[Any]) -> int:
         """How many items of its share a process has by itself, without what fills it up."""

@@ -5,6 +5,7 @@ import json
 import logging
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import replace
+from glob import escape
 from itertools import chain
 from typing import Any
 
@@ -271,7 +272,7 @@ def not_looked_at(plan: Plan, state: TrainingState) -> list[str]:
     if plan.held_out and VALIDATION not in state.facts:
         lines.append("the run came to its end without a validation: wangen evaluate makes one"
                      + (", and there is no best of it" if plan.options.keep_best else ""))  # fmt: skip
-    made = (plan.options.output_dir / SAMPLES).glob(f"{plan.name}-step{state.step:08d}-[0-9]*")
+    made = (plan.options.output_dir / SAMPLES).glob(f"{escape(plan.name)}-step{state.step:08d}-[0-9]*")
     if plan.options.sample_prompts and not any(made):
         lines.append("the run came to its end without samples: wangen generate --prompt_file makes them")
     return lines

@@ -71,7 +71,7 @@ def show(options: Train, model: profiles.Model, tokens_per_frame: Mapping[int, i
     Args:
         options: the flags; `console` prints a table, `image` writes `<output_name>-timesteps.svg` into `--output_dir`.
         model: the profile of `--task`.
-        tokens_per_frame: how many samples have how many tokens per frame; None takes the model's own resolution.
+        tokens_per_frame: how many draws have how many tokens per frame; None takes the model's own resolution.
 
     Returns:
         A report in no folder: a report of training stays what it is.
@@ -96,7 +96,7 @@ def show(options: Train, model: profiles.Model, tokens_per_frame: Mapping[int, i
 
 
 def sizes_of_dataset(options: Train, model: profiles.Model) -> Mapping[int, int] | None:
-    """How many samples of the dataset have how many tokens per frame, where the flags look at that.
+    """How many draws of an epoch have how many tokens per frame, where the flags look at that.
 
     Returns:
         None where they do not, and, with a warning, where the dataset cannot be read.
@@ -116,7 +116,7 @@ def draw(options: Train, model: profiles.Model, tokens_per_frame: Mapping[int, i
     Args:
         options: the flags.
         model: the profile of `--task`.
-        tokens_per_frame: how many samples have how many tokens per frame; None takes the model's own resolution.
+        tokens_per_frame: how many draws have how many tokens per frame; None takes the model's own resolution.
         num_bins: bins of equal width over [0, 1].
 
     Raises:

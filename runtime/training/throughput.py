@@ -204,8 +204,8 @@ def in_words(rates: Mapping[str, float]) -> str:
     words.append(f"{100 * rates['data_wait_share']:.0f} % of the time waiting for data")
     if "communication_share" in rates:
         words.append(f"{100 * rates['communication_share']:.0f} % for other processes")
-    if "peak_memory_bytes" in rates:
-        words.append(f"at most {bytes_text(int(rates['peak_memory_bytes']))} of memory")
+    if PEAK in rates:
+        words.append(f"at most {bytes_text(int(rates[PEAK]))} of memory")
     return ", ".join(words)
 
 

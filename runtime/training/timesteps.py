@@ -11,7 +11,7 @@ import torch
 from wangen import profiles
 from wangen.generator.errors import UsageError
 from wangen.generator.steps import Train
-from wangen.generator.train_refusals import is_narrowed, require_timesteps
+from wangen.generator.train_refusals import is_narrowed
 from wangen.runtime.randomness import generator_for
 from wangen.runtime.training.distributions import (
     Cut,
@@ -78,7 +78,7 @@ def expert_shares(
     Args:
         options: the flags, as `require_timesteps` wants them; `--high_noise_share` is not looked at.
         boundary: sigma at which the high-noise expert begins.
-        tokens_per_frame: how many samples have how many tokens per frame; None takes the model's own resolution.
+        tokens_per_frame: how many draws have how many tokens per frame; None takes the model's own resolution.
 
     Raises:
         UsageError: as `distribution_of`.
@@ -159,21 +159,16 @@ class Sampler:
     is, and the gradient varies less from step to step.
 
     Args:
-        options: the flags.
+        options: the flags, as `require_timesteps` wants them.
         low: lowest sigma of the expert.
         high: highest sigma of the expert.
         expert: `HIGH` or `LOW`; empty where there is one transformer. The experts draw independently.
-
-    Raises:
-        UsageError: as `require_timesteps` and `distribution_of`.
     """
 
     def __init__(self, options: Train, low: float = 0.0, high: float = 1.0, expert: str = "") -> None:
-        require_timesteps(options)
         self._options = options
         self._low, self._high, self._expert = low, high, expert
         self._distributions: dict[int, Distribution] = {}
-        self.distribution(model_tokens(profiles.model(options.task)))  # an empty range is refused before training
 
     def distribution(self, tokens_per_frame: int) -> Distribution:
         """What is drawn from for a sample of so many tokens per frame. Raises UsageError as `distribution_of`."""

@@ -24,7 +24,6 @@ log = logging.getLogger("wangen")
 PROJECT = "wangen"
 _LAUNCHED = ("LOCAL_RANK", "WORLD_SIZE", "PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "MV2_COMM_WORLD_SIZE")
 """By these accelerate finds out that there are several processes."""
-_PACKAGES = {"tensorboard": "tensorboard", "wandb": "wandb", "mlflow": "mlflow"}
 _WANDB_HOST = "https://api.wandb.ai"
 
 
@@ -37,9 +36,8 @@ def require_trackers(options: Train) -> None:
     if "none" in options.log_with and len(set(options.log_with)) > 1:
         raise UsageError("--log_with none stands alone", cure="leave none or the others out")
     for name in options.log_with:
-        if name != "none" and find_spec(_PACKAGES[name]) is None:
-            raise UsageError(f"--log_with {name} needs a package that is not installed",
-                             cure=f"pip install {_PACKAGES[name]}")  # fmt: skip
+        if name != "none" and find_spec(name) is None:
+            raise UsageError(f"--log_with {name} needs a package that is not installed", cure=f"pip install {name}")
     if "wandb" in options.log_with and not _wandb_has_key():
         raise UsageError("wandb has no key on this machine",
                          cure="set WANDB_API_KEY, run `wandb login`, or set WANDB_MODE=offline")  # fmt: skip

@@ -125,7 +125,7 @@ class Watching:
         self._sizes = {
             trainee.plan.name: (
                 sizes_of(trainee.transformer.config),
-                sum(p.numel() for p in trainee.parameters.values()) if self._options.train_mode == "lora" else 0,
+                trainee.num_trained if self._options.train_mode == "lora" else 0,
             )
             for trainee in run.trainees
         }
