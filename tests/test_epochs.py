@@ -172,6 +172,14 @@ def test_epochs_and_seeds_have_orders_of_their_own():
     assert len(orders) == 9
 
 
+def test_an_epoch_mixes_its_batches_anew_and_the_order_of_them():
+    samples = [fake(number, batch_size=2) for number in range(40)]
+    epochs = [EpochSampler(samples, 3).epoch(number) for number in range(4)]
+    together = {frozenset(frozenset(draw.index for draw in batch) for batch in epoch) for epoch in epochs}
+    shapes = {tuple(batch[0].index % 2 for batch in epoch) for epoch in epochs}
+    assert (len(together), len(shapes)) == (4, 4)
+
+
 def test_a_caption_is_drawn_anew_for_each_epoch_use_and_item_wherever_that_stands():
     items = [fake(2 * number, num_repeats=2) for number in range(40)]
     for number, item in enumerate(items):

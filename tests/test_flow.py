@@ -51,3 +51,12 @@ def test_where_the_mask_is_black_all_over_nothing_counts():
     losses.sum().backward()
     assert losses.tolist() == [0.0, 1.0]
     assert predicted.grad.isfinite().all()
+
+
+def test_the_loss_of_half_precision_is_computed_in_float32():
+    predicted, target = torch.full((1, 1, 1, 1, 2), 3.0), torch.full((1, 1, 1, 1, 2), 2.0)
+    target[..., 1] = 1 / 256
+    found = flow_loss(predicted.bfloat16(), target)
+    half = flow_loss(predicted.bfloat16(), target.bfloat16())
+    assert found.dtype == half.dtype == torch.float32
+    assert half.item() == flow_loss(predicted, target).item()

@@ -99,7 +99,8 @@ def test_an_argument_of_that_name_is_no_estimate_and_a_warm_up_of_its_own_is_log
 
 
 def test_parameters_that_were_replaced_are_noticed() -> None:
-    for replace in (lambda p: setattr(p, "data", p.data.clone()), lambda p: setattr(p, "grad", None)):
+    for replace in (lambda p: setattr(p, "data", p.data.clone()), lambda p: setattr(p, "grad", None),
+                    lambda p: setattr(p, "grad", p.grad.clone())):  # fmt: skip
         optimization = Optimization(options(), parameters())
         train(optimization, 0, 1)
         replace(optimization.flat.parameters["blocks.0.q.lora_B.default.weight"])  # as Module.to and zero_grad do

@@ -51,7 +51,7 @@ def test_lengths_that_clips_are_too_short_for_are_said_with_the_clips(tmp_path: 
 
 
 def test_nothing_is_said_when_all_lengths_fit(tmp_path: Path, caplog: pytest.LogCaptureFixture):
-    toml = clips(tmp_path, "target_frames = [5, 9]", long=20)
+    toml = clips(tmp_path, "target_frames = [5, 9]", long=9)
     full = clips(tmp_path / "full", "target_frames = [5, 81]\nframe_extraction = 'full'", long=20)
     with caplog.at_level(logging.INFO, "wangen"):
         assert names(read_samples(CheckCache(dataset_config=toml), MODEL)) == ["long.mp4:0+5", "long.mp4:0+9"]

@@ -142,7 +142,9 @@ def test_rates_are_of_the_window_without_pauses_and_with_the_share_of_waiting():
             "hfu": 0.75,
         }
     )
+    clock.now += 50  # before the first step, or after the last one
     assert throughput.rates() == {}
+    assert throughput.rates_so_far()["s_per_step"] == 2.0
 
 
 def test_the_time_in_collectives_is_a_share_of_the_steps_and_not_of_pauses():

@@ -312,6 +312,29 @@ def test_arguments_of_an_adapter_that_train_other_weights_leave_no_way_on(kind, 
     assert ("--resume_changed goes on with the new" in error.value.cure) == same
 
 
+def test_layers_that_are_spared_from_what_is_left_out_leave_no_way_on():
+    words = ("exclude_patterns=attn", "include_patterns=attn1")
+    options = Train(output_dir=Path("o"), output_name="n", network_args=words)
+    plan = SimpleNamespace(experts=[SimpleNamespace(name="")], options=options, states=Path("s"), fingerprint={},
+                           num_left=lambda _done: True)  # fmt: skip
+    state = TrainingState({"": ExpertState(3, {}, {}, {}, {})}, {"network_args": str(words[:1])}, {})
+    with pytest.raises(UsageError) as error:
+        compared(plan, state, {"network_args": "another"}, 1)
+    assert "--resume_changed" not in error.value.cure
+
+
+@pytest.mark.parametrize(("processes", "advice"), [(2, "--gradient_accumulation_steps 2 with 2 processes"), (3, "")])
+def test_other_processes_are_told_how_they_make_the_same_steps_if_they_can(processes, advice):
+    options = Train(output_dir=Path("o"), output_name="n")
+    plan = SimpleNamespace(experts=[SimpleNamespace(name="")], options=options, states=Path("s"), fingerprint={},
+                           num_left=lambda _done: True)  # fmt: skip
+    state = TrainingState({"": ExpertState(3, {}, {}, {}, {})}, {"gradient_accumulation_steps": "4"}, {})
+    with pytest.raises(UsageError) as error:
+        compared(plan, state, {"gradient_accumulation_steps": "4 -> 3"}, processes)
+    assert advice in error.value.cure
+    assert ("makes steps of 4 batches, as before" in error.value.cure) == bool(advice)
+
+
 def test_a_flag_that_the_version_of_a_state_did_not_have_was_at_its_default():
     for offset, changed in (("0.0", {}), ("0.1", {"noise_offset": "0.0 -> 0.1"})):
         plan = SimpleNamespace(options=Train(output_dir=Path("o"), output_name="n"),

@@ -89,6 +89,8 @@ def test_states_at_ends_of_short_epochs_take_a_tenth_of_the_time_at_most(monkeyp
         if due.due():
             due.save()
     assert saved == [*steps]
+    run.ranks.is_first = False
+    assert not saving.Saving(run).due(), "the first process's clock decides for all"
 
 
 def test_resume_takes_the_state_it_is_given(tiny_run, tmp_path):
@@ -233,6 +235,33 @@ def test_a_state_saved_once_more_stays_kept_and_takes_away_what_a_kill_left(tiny
     assert json.loads((folder / "step-00000002/state.json").read_text())["keep"]
 
 
+def state_at(step):
+    """A small state of so many steps."""
+    return checkpoint.TrainingState({"": checkpoint.ExpertState(step, {"a": torch.zeros(1)}, {}, {}, {})}, {}, {})
+
+
+def test_a_state_is_the_newest_only_once_it_has_its_name(tmp_path, monkeypatch):
+    """Beside one of more steps that another line has left to be kept."""
+    checkpoint.save(tmp_path, state_at(9), keep=True)
+    before = checkpoint.save(tmp_path, state_at(2))
+    (tmp_path / ".staging-00000007").mkdir()  # of a kill: its room is needed now
+    monkeypatch.setattr(checkpoint, "replace", lambda *_paths: (_ for _ in ()).throw(OSError(errno.ENOSPC, "full")))
+    with pytest.raises(WangenError, match="cannot save the training state"):
+        checkpoint.save(tmp_path, state_at(3))
+    assert checkpoint.newest(tmp_path) == before
+    assert not list(tmp_path.glob(".staging-*"))
+
+
+def test_of_a_state_and_the_one_that_it_took_the_place_of_the_later_counts(tmp_path):
+    """A kill came before the old one was removed."""
+    for step in range(1, 7):
+        state = checkpoint.save(tmp_path, state_at(step))
+        state.with_name(f"{state.name}-old").mkdir()
+        for path in state.iterdir():
+            (tmp_path / f"{state.name}-old" / path.name).write_bytes(path.read_bytes())
+        assert checkpoint.newest(tmp_path) == state
+
+
 def test_half_a_file_of_a_killed_run_goes_when_the_next_begins(tiny_run, tmp_path):
     dead, living = (f"-{machine()}{number:08x}01234567.tmp" for number in (2**31 - 1, os.getpid()))
     names = [f".x-step00000001.safetensors{dead}", f".metrics.jsonl{dead}", f".x.safetensors{living}", ".mine.tmp"]
@@ -280,7 +309,7 @@ def test_a_state_of_an_earlier_version_has_no_checksums(tiny_run, tmp_path):
     train.run(options)
     state = state_folder(options) / "step-00000002"
     manifest = json.loads((state / "state.json").read_text())
-    del manifest["checksums"]
+    del manifest["checksums"], manifest["in_parts"]
     (state / "state.json").write_text(json.dumps(manifest))
     assert checkpoint.read(state).step == 2
     damaged = state / "adapter.safetensors"
@@ -308,6 +337,10 @@ def test_averages_of_shorter_epochs_are_set_aside_by_the_steps_of_the_run(tmp_pa
     assert sorted(path.stem.removeprefix("cats_low_noise-") for path in tmp_path.iterdir()) == [
         "000002-ema", "kept-step00000004-ema-kohya", "kept2-step00000004-ema", "kept2-step00000004-ema-kohya",
     ]  # fmt: skip
+    written("cats_low_noise-000003", run_steps="6")
+    plan.options.fresh = True
+    set_other_epochs_aside(plan)
+    assert (tmp_path / "cats_low_noise-000003.safetensors").is_file(), "--fresh writes over it"
 
 
 def test_what_a_kill_left_unwritten_of_one_expert_is_missed_where_the_state_is_its_own(tmp_path):

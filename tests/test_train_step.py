@@ -244,6 +244,15 @@ def test_no_layer_changes_its_weight_by_more_than_the_norm_that_is_given(tiny_ru
     assert max(norms) == pytest.approx(0.25, rel=1e-3)
 
 
+def test_an_average_is_of_the_weights_whose_norm_is_limited(tiny_run: TinyRun, tmp_path):
+    """The first update copies them."""
+    train.run(tiny_run.options(tmp_path, max_train_steps=1, learning_rate=0.05, network_alpha=2.0,
+                               scale_weight_norms=0.25, ema_decay=0.9))  # fmt: skip
+    assert json.loads((tmp_path / "metrics.jsonl").read_text().splitlines()[0])["keys_scaled"] > 0
+    weights, average = (load_file(tmp_path / f"lora{end}.safetensors") for end in ("", "-ema"))
+    assert all(torch.equal(average[name], value) for name, value in weights.items())
+
+
 def test_timesteps_that_depend_on_the_size_count_the_tokens_of_a_frame(tmp_path):
     options = options_of(tmp_path, task="t2v-1.3B", timestep_sampling="flux_shift")
     prepared, sampler = prepared_for(options, batch_of(16, 2, 8, 12)), Sampler(options)
@@ -276,6 +285,8 @@ def test_batches_with_given_frames_are_never_packed(tmp_path):
         options = options_of(tmp_path, condition_frames=frames)
         batches = [prepared_for(options, batch_of(48, 3, 4, 4), epoch=number) for number in range(2)]
         assert [len(together) for together, _ in _passes(Group(0, batches, 2, 4), Ranks(), pack=True)] == sizes
+        others = SimpleNamespace(in_step=True, any=lambda _flag: True)  # one of them has given frames
+        assert [len(together) for together, _ in _passes(Group(0, batches, 2, 4), others, pack=True)] == [1, 1]
 
 
 def test_batches_that_are_there_for_other_processes_do_not_count(tmp_path):
@@ -294,3 +305,28 @@ def test_an_interrupt_breaks_off_the_step_of_a_process_that_is_alone_and_no_othe
     run.ranks = SimpleNamespace(count=2, in_step=False, add_up=lambda _tensors: None)
     assert optimizer_step(run, trainee, Group(0, [prepared], 1, 2), 1.0, interrupt)
     assert trainee.step == 3
+
+
+def test_a_step_begun_again_without_recorded_graphs_has_its_gradient_once(tiny_run: TinyRun, tmp_path, monkeypatch):
+    """The memory is full in the second of two passes, after the first has left its gradient."""
+    options = options_of(tmp_path, task="t2v-1.3B")
+    batches = [prepared_for(options, batch_of(16, 1, 8, 8), epoch=number) for number in range(2)]
+    gradients = []
+    for full_at in (None, 2):
+        run = runs.make_run(runs.options_of(tiny_run, tmp_path))
+        trainee, passes = run.trainees[0], []
+
+        def model(*given, real=trainee.model, full_at=full_at, passes=passes, **more):
+            passes.append(given)
+            if len(passes) == full_at:
+                raise torch.OutOfMemoryError("CUDA out of memory")
+            return real(*given, **more)
+
+        trainee.model = model
+        recorded = SimpleNamespace(are_there=True, give_up=lambda _reason: None, release=lambda: None)
+        monkeypatch.setattr("wangen.runtime.fast.graphs._all", [recorded])
+        optimizer_step(run, trainee, Group(0, batches, 2, 4), 1.0, SimpleNamespace(requested=False))
+        assert len(passes) == (2 if full_at is None else 4)
+        gradients.append(trainee.optimization.flat.gradients[0].clone())
+    assert gradients[0].any()
+    assert torch.equal(*gradients)

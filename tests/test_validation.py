@@ -357,3 +357,23 @@ def test_clips_of_one_video_are_one_in_what_a_run_says_of_chance(monkeypatch):
     )  # fmt: skip
     watching.Watching._validate(watched, 0)
     assert groups == [["A", "A", "B"]]
+
+
+def test_a_video_of_half_of_all_clips_is_put_apart():
+    training, validation = held_out([*clips_of(1, 3), *clips_of(2, 3)], 1, 42)
+    assert (len(training), len(validation)) == (3, 1)
+
+
+def test_the_clips_of_a_video_that_are_judged_are_drawn_by_the_seed():
+    samples = [*clips_of(1, 9), *clips_of(2, 9)]
+    judged = {frozenset(digests(held_out(samples, 2, seed)[1])) for seed in range(8)}
+    assert len(judged) > 2, "more than one choice of each film"
+
+
+def test_a_dataset_is_another_where_it_is_batched_repeated_or_regularised_otherwise():
+    def sample(**changes):
+        entry = SimpleNamespace(**({"num_repeats": 1, "batch_size": 1, "is_reg": False} | changes))
+        return SimpleNamespace(sample=SimpleNamespace(name="a.png", entry=entry), entries=[SimpleNamespace(key="k")])
+
+    changes = ({}, {"num_repeats": 2}, {"batch_size": 2}, {"is_reg": True})
+    assert len({dataset_digest([sample(**change)]) for change in changes}) == 4

@@ -195,7 +195,6 @@ def complete(staging: Path, manifest: Mapping[str, Any]) -> Path:
     replace(staging, final)
     remove_left(folder / NEWEST)
     write_text(folder / NEWEST, final.name)
-    sync_folder(folder)
     _remove(aside)
     return final
 

@@ -72,7 +72,7 @@ class Saving:
         passed = time.monotonic() - self._saved_at
         pays = self._seconds < _SECONDS_AT_WILL or passed > _TIMES_OF_WRITING * self._seconds
         due = passed > 60 * options.save_state_every_n_minutes or (step % self._run.plan.steps_per_epoch == 0 and pays)
-        # The first process saves, so its clock alone decides: else processes would find different steps due.
+        # The first process writes, so only its clock knows what that takes; the others go by what it finds due.
         return (due and self._run.ranks.is_first) or bool(every and step % every == 0)
 
     def save(self) -> None:
