@@ -59,9 +59,8 @@ _OWNERS: tuple[tuple[type[Step], tuple[str, ...]], ...] = (
 )
 """What one step is told and others have to know."""
 
-_TRAINING_READS = ("network_weights", "network_weights_high_noise", "base_weights", "validation_config",
-                   "sample_prompts")  # fmt: skip
-"""Flags of training that name files, beside the weights which the first step judges."""
+_TRAINING_READS = ("network_weights", "network_weights_high_noise", "base_weights", "validation_config")
+"""Flags of training that name files, beside the weights and the prompts, which the first step judges."""
 
 ENCODING = frozenset({"vae", "vae_dtype", "vae_cache_cpu", "clip", "t5", "t5_dtype", "fp8_t5", "tokenizer"})
 """Flags with which training encodes; a script's line has them where the steps before it have not encoded all."""
@@ -326,7 +325,9 @@ def _step(kind: type[Step], workspace: Workspace, target: Target, model: Model, 
         for owner, names in _OWNERS:
             values |= {name: value for name, value in _layer(layer, owner).items() if name in names}
     if kind is Check:
-        values["reads"] = _read_by_training(told_of_training(workspace, target, model), paths)
+        told = told_of_training(workspace, target, model)
+        values |= {name: told[name] for name in ("sample_prompts",) if told.get(name)}
+        values["reads"] = _read_by_training(told, paths)
     if kind in WHEN_ASKED:
         told = told_of_training(workspace, target, model)
         held = {**_memory(model, told, paths), **told}

@@ -22,6 +22,7 @@ from wangen.generator.lock import IN_SCRIPT
 from wangen.generator.paths import is_foreign
 from wangen.generator.publish import manifest
 from wangen.generator.quoting import QUOTES
+from wangen.generator.sample_prompts import read_prompts
 from wangen.generator.session import Report
 from wangen.generator.steps import Check, Train
 from wangen.generator.target import host_platform_name, machine_of
@@ -284,6 +285,11 @@ def _read_later(options: Check) -> Iterator[Finding]:
     for path in options.reads:
         if not path.exists():
             yield Finding(str(path), "a later step reads it, and it is not there", "put it there, or leave it out")
+    if options.sample_prompts:
+        try:
+            read_prompts(options.sample_prompts, profiles.model(options.task), 0, tell=False)
+        except WangenError as error:
+            yield Finding(error.where, error.found, error.cure)
 
 
 def _how_to_get(path: Path, weights: Weights, task: str) -> str:

@@ -175,6 +175,7 @@ def _files(target: Target, options: Check, trainings: Sequence[Train], *, uncut:
                 words = flag_words(flag, profiles.model(options.task))
                 yield Line("note", f"{words}: {path.relative_to(target.folder)} has to lie there on that machine")
                 left_out[flag] = None
+        left_out["sample_prompts"] = None  # they may name pictures of that machine
         left_out["reads"] = tuple(path for path in seen.reads if path.exists())
         for file in (file for file in seen.reads if not file.exists()):
             name = file.relative_to(target.folder) if file.is_relative_to(target.folder) else file

@@ -61,7 +61,8 @@ class Check(DatasetStep):
     dit: Path | None = flag(DIT, None)
     dit_high_noise: Path | None = flag("weights of the high-noise expert (Wan 2.2 A14B); --dit is the other", None)
     output_dir: Path | None = flag("folder for LoRAs and reports, checked for write access and free space", None)
-    reads: tuple[Path, ...] = flag("further files and folders that later steps read: LoRAs, prompts, held-out sets", ())
+    reads: tuple[Path, ...] = flag("further files and folders that later steps read: LoRAs, held-out sets", ())
+    sample_prompts: Path | None = flag("prompts of training's samples, which are judged as training does", None)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from wangen.generator.errors import WangenError, many
+from wangen.generator.sample_prompts import SamplePrompt, defaults_of
 from wangen.profiles import Model
 from wangen.runtime.denoising import Given
 from wangen.runtime.evaluation.signals import MOST_DB, psnr, ssim
@@ -29,7 +30,6 @@ from wangen.runtime.loader import CachedSample, Draw, read_batch
 from wangen.runtime.media import target_frames
 from wangen.runtime.randomness import seed_for
 from wangen.runtime.sampling.output import pixels_of
-from wangen.runtime.sampling.prompts import SamplePrompt, defaults_of
 from wangen.runtime.sampling.scenes import Scene
 from wangen.runtime.sampling.videos import Decoder
 

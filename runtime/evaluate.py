@@ -20,6 +20,7 @@ from wangen import profiles
 from wangen.generator import headers
 from wangen.generator.errors import UsageError, WangenError, many
 from wangen.generator.generate_step import SMOKE_SAMPLING_STEPS
+from wangen.generator.sample_prompts import SamplePrompt
 from wangen.generator.session import Report
 from wangen.generator.steps import Evaluate, Generate, Train
 from wangen.generator.tasks import require_supported
@@ -53,7 +54,6 @@ from wangen.runtime.loader import CachedSample, find_entries, latent_of
 from wangen.runtime.models import Family, family
 from wangen.runtime.samples import read_samples
 from wangen.runtime.sampling.options import require_files, resolved
-from wangen.runtime.sampling.prompts import SamplePrompt
 from wangen.runtime.sampling.repeat import made_on
 from wangen.runtime.sampling.sampler import ExpertWeights, Sampler, Settings
 from wangen.runtime.sampling.scenes import Encoders, make_scenes

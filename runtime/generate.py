@@ -16,6 +16,7 @@ import torch
 
 from wangen import profiles
 from wangen.generator.errors import many
+from wangen.generator.sample_prompts import SamplePrompt
 from wangen.generator.session import Report, with_flag
 from wangen.generator.steps import Generate
 from wangen.generator.tasks import require_supported
@@ -26,7 +27,6 @@ from wangen.runtime.models import family
 from wangen.runtime.progress import progress
 from wangen.runtime.sampling.options import files_of, names_file, prompts_of, require_files, resolved
 from wangen.runtime.sampling.output import KEY, write_media
-from wangen.runtime.sampling.prompts import SamplePrompt
 from wangen.runtime.sampling.repeat import compare, filled, identities, made_on, settings_of
 from wangen.runtime.sampling.resume import place, place_numbered
 from wangen.runtime.sampling.sampler import ExpertWeights, Lora, Request, Sampler, Settings, make_videos

@@ -190,3 +190,26 @@ def test_the_high_noise_expert_works_at_the_boundary_itself():
     denoise(parts, initial_noise((1, 1, 1, 2, 2), 1), scheduler, 4, texts())
     assert scheduler.timesteps.tolist() == [1000, 750, 500, 250]
     assert asked == ["high", "high", "low", "low"]
+
+
+@pytest.mark.parametrize("guides", [True, False])
+def test_frames_that_guide_are_noised_for_the_negative_prompt(guides: bool):
+    """As dropout of the condition trains it: there the first frame is noise like the others, at their timestep."""
+    asked: list[tuple[torch.Tensor, torch.Tensor]] = []
+
+    def velocity(latents: torch.Tensor, timesteps: torch.Tensor, *_rest: Any, **_more: Any) -> torch.Tensor:
+        asked.append((latents.clone(), timesteps))
+        return torch.zeros_like(latents)
+
+    noise, clean = initial_noise((1, 4, 2, 2, 2), 1), torch.full((1, 4, 1, 2, 2), 3.0)
+    denoise(
+        [Stage(velocity, 2.0)], noise, flow_scheduler("euler", 1.0), 2, texts(),
+        given=Given(clean=clean, guides=guides),
+        per_token=WAN.timesteps_per_token,
+    )  # fmt: skip
+    for sigma, (prompted, negative) in zip((1.0, 0.5), (asked[:2], asked[2:]), strict=True):
+        assert torch.equal(prompted[0][:, :, :1], clean)
+        assert prompted[1].tolist() == [[0.0, 1000 * sigma]]
+        first = sigma * noise[:, :, :1] + (1 - sigma) * clean if guides else clean
+        assert max_abs(negative[0][:, :, :1], first) < 1e-6
+        assert negative[1].tolist() == ([1000 * sigma] if guides else [[0.0, 1000 * sigma]])

@@ -124,6 +124,16 @@ def test_pieces_that_no_gradient_reaches_keep_nothing(monkeypatch: pytest.Monkey
         assert largest_error(gradients, wanted) < 1e-5
 
 
+@pytest.mark.parametrize("layer", ["attn1.to_out.0", "attn2.to_out.0", "attn2.to_v"])
+def test_an_adapter_on_one_layer_of_the_first_block_gets_its_gradient(layer: str):
+    """Nothing before it has one: what it needs is kept for it alone."""
+    inputs, model = inputs_of("dit_t2v21"), adapted(vectors_model("dit_t2v21"), targets=rf".*blocks\.0\.{layer}")
+    _, wanted = step(model, fast(model, tricks=Tricks(by_hand=False)), inputs)
+    for checkpointing in ("none", "full"):
+        _, gradients = step(model, fast(model, checkpointing=checkpointing), inputs)
+        assert largest_error(gradients, wanted) < 1e-5
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_block_adds_its_gradients_as_autograd_would(dtype: torch.dtype):
     """Over two passes, and none to an adapter that is not trained."""

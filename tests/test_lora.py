@@ -22,7 +22,7 @@ from safetensors.torch import load_file
 
 from wangen.generator.errors import WangenError
 from wangen.runtime import safetensors_file
-from wangen.runtime.lora import LoraWeight, read_lora
+from wangen.runtime.lora import LoraWeight, as_stored, read_lora
 
 T2V = LORAS["t2v21"]
 
@@ -232,3 +232,25 @@ def test_damaged_loras_are_refused(tmp_path: Path, change: str):
     safetensors_file.write(tmp_path / "lora.safetensors", tensors, {})
     with pytest.raises(WangenError, match=r"blocks\.0\.ffn\.net\.0\.proj"):
         read_lora(tmp_path / "lora.safetensors")
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float8_e4m3fn])
+def test_a_lora_that_changes_nothing_yet_has_every_layout_and_dtype(layout: str, dtype: torch.dtype):
+    lora = {"blocks.0.attn1.to_q": LoraWeight(torch.ones(2, 4), torch.zeros(4, 2), 1.0)}
+    (stored,) = as_stored(lora, layout, dtype).values()
+    assert not stored.up.float().any()
+    assert stored.down.float().all()
+
+
+def test_float8_is_filled_up_to_its_largest_number_and_left_for_another_dtype():
+    """1.75 times a power of two becomes 448 itself; out of float8 the scale is in the factors again."""
+    lora = {"blocks.0.attn1.to_q": LoraWeight(torch.full((2, 4), 1.75 * 2**-9), torch.full((4, 2), 2**-12), 1.0)}
+    eight = as_stored(lora, "kohya", torch.float8_e4m3fn)
+    (stored,) = eight.values()
+    assert stored.down.float().max() == 448
+    assert torch.equal(stored.scale * stored.up.float() @ stored.down.float(), torch.full((4, 4), 1.75 * 2**-21))
+    for layout in ("comfyui", "diffusers"):
+        (again,) = as_stored(eight, layout, torch.bfloat16).values()
+        assert again.alpha == again.rank, "diffusers' layout has no place for another"
+        same_change({"a": again}, {"a": stored}, 0.0)

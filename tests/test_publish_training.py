@@ -143,9 +143,11 @@ def test_what_only_training_reads_is_looked_for_by_the_first_step(tmp_path):
     place = made(tmp_path, f"[steps.train]\n{told}" + 'sample_prompts = "p.txt"\n', **{"p.txt": "A cat."})
     for steps in spoken(place).values():
         reads = [Path(str(path).replace("\\", "/")).as_posix() for path in steps[0].reads]
-        assert reads[:3] == ["loras/a.safetensors", "loras/b", "loras/c"]
-        assert reads[3].endswith(".txt")
-    assert spoken(made(tmp_path / "plain", ""))["linux sh"][0].reads == ()
+        assert reads == ["loras/a.safetensors", "loras/b", "loras/c"]
+        assert steps[0].sample_prompts == steps[-2].sample_prompts
+        assert str(steps[0].sample_prompts).endswith(".txt")
+    plain = spoken(made(tmp_path / "plain", ""))["linux sh"][0]
+    assert (plain.reads, plain.sample_prompts) == ((), None)
 
 
 def test_a_flag_that_is_given_wins_over_the_preset(tmp_path):

@@ -13,10 +13,10 @@ from tiny_qwen import SHORT, TinyQwen, picture, pipeline_of, smaller
 from wangen import profiles
 from wangen.generator.cli import main
 from wangen.generator.errors import UsageError
+from wangen.generator.sample_prompts import defaults_of, make_prompt
 from wangen.runtime import train
 from wangen.runtime.denoising import flow_scheduler
 from wangen.runtime.evaluation_file import read_evaluation
-from wangen.runtime.sampling.prompts import defaults_of, make_prompt
 
 pytestmark = pytest.mark.slow
 

@@ -7,7 +7,7 @@ from PIL import Image
 
 from wangen import profiles
 from wangen.generator.errors import UsageError, WangenError
-from wangen.runtime.sampling.prompts import read_prompts
+from wangen.generator.sample_prompts import read_prompts
 
 T2V, A14B, TI2V, I2V = (profiles.model(name) for name in ("t2v-1.3B", "t2v-A14B", "ti2v-5B", "i2v-14B"))
 

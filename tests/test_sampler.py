@@ -10,9 +10,9 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from wangen import profiles
 from wangen.generator.errors import UsageError
+from wangen.generator.sample_prompts import SamplePrompt
 from wangen.runtime import train
 from wangen.runtime.models import family
-from wangen.runtime.sampling.prompts import SamplePrompt
 from wangen.runtime.sampling.sampler import ExpertWeights, Lora, Request, Sampler, Settings, make_videos
 from wangen.runtime.sampling.scenes import Encoders, Scene, make_scenes
 from wangen.runtime.sampling.videos import Decoder

@@ -13,10 +13,10 @@ from runs import CPU, MODEL, make_run, options_of
 
 from wangen import profiles
 from wangen.generator.errors import WangenError
+from wangen.generator.sample_prompts import read_prompts
 from wangen.generator.steps import Generate
 from wangen.runtime import generate
 from wangen.runtime.sampling import scenes
-from wangen.runtime.sampling.prompts import read_prompts
 from wangen.runtime.sampling.videos import Expert, _stages
 from wangen.runtime.training.adapter import replaced
 from wangen.runtime.training.sampling import list_samples, make_samples, samples_due, settings_of, training_scenes

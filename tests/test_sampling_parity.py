@@ -20,9 +20,9 @@ from transformers import PreTrainedTokenizerFast
 
 from wangen import profiles
 from wangen.generator.generate_step import Generate
+from wangen.generator.sample_prompts import SamplePrompt
 from wangen.runtime.models import family
 from wangen.runtime.sampling.options import prompts_of
-from wangen.runtime.sampling.prompts import SamplePrompt
 from wangen.runtime.sampling.sampler import ExpertWeights, Request, Sampler, Settings, make_videos
 from wangen.runtime.sampling.scenes import Encoders, make_scenes
 from wangen.runtime.sampling.videos import Decoder

@@ -25,6 +25,7 @@ from wangen.generator.dataset_settings import DatasetSettings
 from wangen.generator.errors import UsageError, WangenError
 from wangen.generator.footage import CLIPS, MANIFEST
 from wangen.generator.paths import toml_path
+from wangen.generator.prompt_files import entries
 from wangen.generator.publish.beside import CONTROLS, MASKS
 from wangen.generator.resolutions import resolution_name
 from wangen.generator.setup import scripts as setup_scripts
@@ -174,6 +175,8 @@ def prompts_texts(workspace: Workspace, target: Target, model: Model, slug: str)
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8"
         raise UsageError(f"{file} cannot be read: {reason}", where=where, cure="mend it") from None
+    for _ in entries(file, "sample_prompts"):
+        pass  # an option that none has is refused here, by the line of the workspace's own file
     path = target.folder / "files" / PROMPTS / prompts_name(slug, target, file)
     return [_signed_text(path, signed(f"# sample prompts of {slug}, published from {file.name}\n{text}"))]
 

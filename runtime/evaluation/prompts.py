@@ -5,6 +5,7 @@ from dataclasses import replace
 from itertools import chain, islice, zip_longest
 from pathlib import Path
 
+from wangen.generator.sample_prompts import SamplePrompt
 from wangen.generator.steps import Generate
 from wangen.profiles import Model
 from wangen.runtime.evaluation.tables import activity_of
@@ -12,7 +13,6 @@ from wangen.runtime.loader import CachedSample, background_of
 from wangen.runtime.media import target_frames
 from wangen.runtime.samples import make_folder
 from wangen.runtime.sampling.options import prompts_of
-from wangen.runtime.sampling.prompts import SamplePrompt
 
 
 def choose_prompts(

@@ -16,6 +16,7 @@ import numpy as np
 import torch
 
 from wangen.generator.files import write_text
+from wangen.generator.sample_prompts import SamplePrompt
 from wangen.generator.steps import Generate
 from wangen.runtime.cache import digest
 from wangen.runtime.evaluation.clip_score import ClipScore, spread
@@ -28,7 +29,6 @@ from wangen.runtime.loader import CachedSample
 from wangen.runtime.media import open_image, target_frames
 from wangen.runtime.progress import progress
 from wangen.runtime.sampling.output import KEY, read_frames, write_media
-from wangen.runtime.sampling.prompts import SamplePrompt
 from wangen.runtime.sampling.repeat import identities, made_on, settings_of
 from wangen.runtime.sampling.resume import is_made
 from wangen.runtime.sampling.sampler import ExpertWeights, Request, Sampler, make_videos

@@ -17,6 +17,7 @@ from wangen.generator.formats import Header
 from wangen.generator.generate_step import DEFAULT_SEED
 from wangen.generator.kinds import expect
 from wangen.generator.lora_config import lora_file
+from wangen.generator.sample_prompts import MAX_SEED, SamplePrompt, defaults_of, make_prompt, read_prompts
 from wangen.generator.steps import Generate
 from wangen.profiles import Model
 from wangen.runtime.adapters import read_adapter
@@ -25,7 +26,6 @@ from wangen.runtime.lora import nothing_matches, require_size
 from wangen.runtime.lora_folder import find_lora, has_lora
 from wangen.runtime.memory.blocks import in_a_block
 from wangen.runtime.models import require_tile
-from wangen.runtime.sampling.prompts import MAX_SEED, SamplePrompt, defaults_of, make_prompt, read_prompts
 from wangen.runtime.sampling.scenes import Encoders
 from wangen.runtime.training.adapter_config import changeable_weights
 

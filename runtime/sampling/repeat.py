@@ -18,11 +18,11 @@ from wangen.generator import headers
 from wangen.generator.commands import convert
 from wangen.generator.errors import UsageError, WangenError, printable
 from wangen.generator.lora_config import lora_identity
+from wangen.generator.sample_prompts import SamplePrompt
 from wangen.generator.steps import Generate
 from wangen.generator.table import options as flags_of
 from wangen.generator.tokenizer_file import tokenizer_digest, tokenizer_of
 from wangen.runtime.sampling.output import read_settings
-from wangen.runtime.sampling.prompts import SamplePrompt
 
 log = logging.getLogger("wangen")
 

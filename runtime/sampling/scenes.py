@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import torch
 
 from wangen.generator.kinds import expect
+from wangen.generator.sample_prompts import SamplePrompt, edited_size
 from wangen.generator.steps import Evaluate, Generate, Train
 from wangen.profiles import Model
 from wangen.runtime.denoising import Given
@@ -29,7 +30,6 @@ from wangen.runtime.loader import first_frame_condition
 from wangen.runtime.media import load_image, open_image
 from wangen.runtime.models import Family, LatentEncoder, expect_vae
 from wangen.runtime.prompts import text_of
-from wangen.runtime.sampling.prompts import SamplePrompt, edited_size
 
 log = logging.getLogger("wangen")
 
@@ -119,7 +119,7 @@ def make_scenes(
     Args:
         kind: the model's family.
         model: its profile.
-        prompts: from `prompts.read_prompts`.
+        prompts: from `sample_prompts.read_prompts`.
         encoders: their weights, which `Encoders.require` has looked at.
         device: where to encode.
         what: the prompts are called in messages.

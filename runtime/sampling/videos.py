@@ -12,11 +12,11 @@ from typing import Any
 import torch
 
 from wangen.generator.errors import WangenError
+from wangen.generator.sample_prompts import SamplePrompt
 from wangen.profiles import Model
 from wangen.runtime.denoising import Stage, Velocity, denoise, flow_scheduler, initial_noise
 from wangen.runtime.devices import DTYPES, choose_decoder_dtype, enough_memory, exact
 from wangen.runtime.models import Family
-from wangen.runtime.sampling.prompts import SamplePrompt
 from wangen.runtime.sampling.scenes import Encoders, Scene
 
 log = logging.getLogger("wangen")

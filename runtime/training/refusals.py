@@ -20,6 +20,7 @@ from wangen.generator.kinds import expect, noise_of
 from wangen.generator.launch import Launch
 from wangen.generator.memory import LONG_TEXT
 from wangen.generator.memory_presets import for_smaller_steps, require_fitting, resolve_vram
+from wangen.generator.sample_prompts import MAX_STEPS, read_prompts
 from wangen.generator.steps import Train
 from wangen.generator.tasks import require_supported
 from wangen.generator.train_refusals import refuse_flags, refuse_more_blocks
@@ -27,7 +28,6 @@ from wangen.generator.unread_flags import unread
 from wangen.runtime.devices import require_compiler
 from wangen.runtime.lora_folder import find_lora, written_by
 from wangen.runtime.models import expect_vae
-from wangen.runtime.sampling.prompts import MAX_STEPS, read_prompts
 from wangen.runtime.training.adapter_refusals import require_adapter, trained_transformers
 from wangen.runtime.training.optim import try_out
 from wangen.runtime.training.plan import Plan

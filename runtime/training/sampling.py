@@ -16,13 +16,13 @@ import torch
 from wangen.generator.errors import WangenError
 from wangen.generator.files import remove_left, write_text
 from wangen.generator.run_folder import SAMPLE_LIST, SAMPLES
+from wangen.generator.sample_prompts import SamplePrompt
 from wangen.generator.steps import Train
 from wangen.profiles import Model
 from wangen.runtime.denoising import flow_scheduler
 from wangen.runtime.models import family
 from wangen.runtime.progress import progress
 from wangen.runtime.sampling.output import KEY, write_media
-from wangen.runtime.sampling.prompts import SamplePrompt
 from wangen.runtime.sampling.scenes import Encoders, Scene, make_scenes
 from wangen.runtime.sampling.videos import Decoder, Expert, sample_latents
 from wangen.runtime.training.adapter import replaced
@@ -41,7 +41,7 @@ def training_scenes(model: Model, prompts: Sequence[SamplePrompt], options: Trai
 
     Args:
         model: its profile.
-        prompts: from `prompts.read_prompts`; without one nothing loads.
+        prompts: from `sample_prompts.read_prompts`; without one nothing loads.
         options: the weights: `--t5`, `--vae`, and `--clip` where the model looks through it.
         device: where to encode.
 

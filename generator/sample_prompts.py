@@ -13,9 +13,9 @@ from wangen.generator.files import is_file
 from wangen.generator.generate_step import DEFAULTS
 from wangen.generator.geometry import area_size
 from wangen.generator.items import fewer_controls, wanted_controls
+from wangen.generator.prompt_files import entries
 from wangen.generator.toml_values import WHITE, color
 from wangen.profiles import Model
-from wangen.runtime.sampling.prompt_files import entries
 
 log = logging.getLogger("wangen")
 
