@@ -8,11 +8,14 @@ from helpers import image_bytes, write_tree
 from wangen import profiles
 from wangen.generator import lint, scripts, workspace
 from wangen.generator.bundle import bundle_steps
+from wangen.generator.check import examine
 from wangen.generator.cli import main
 from wangen.generator.commands import parse
+from wangen.generator.errors import UsageError
 from wangen.generator.memory import PLAIN_MEMORY
 from wangen.generator.publish import plan as publishing
 from wangen.generator.publish.source import Source
+from wangen.generator.publish.texts import prompts_texts
 from wangen.generator.steps import Check, Step, Train, find_step
 from wangen.generator.tasks import supported
 from wangen.generator.tomls import read_dataset
@@ -312,3 +315,20 @@ def test_a_regularisation_set_is_marked_in_its_toml(tmp_path):
         toml = place / "published/linux/files/tomls/people_linux.toml"
         assert [entry.is_reg for entry in read_dataset(toml)] == [is_reg]
         assert ("is_reg" in toml.read_text()) == is_reg
+
+
+def test_prompts_that_training_would_refuse_are_refused_before_anything_is_cached(tmp_path):
+    """When publishing by the line of the workspace's file, where only sizes and pictures are the target's to judge."""
+    told = '[steps.train]\nsample_prompts = "p.txt"\n'
+    place = made(tmp_path, told, **{"p.txt": "A cat."})
+    (tmp_path / "p.txt").write_text("A cat.\nA dog. --x 5", encoding="utf-8")
+    with pytest.raises(UsageError, match="--x is no option of a prompt") as error:
+        prompts_texts(place, place.targets[0], place.profile(), "x")
+    assert error.value.where == f"{tmp_path / 'p.txt'}, line 2"
+    (tmp_path / "p.txt").write_text("A cat. --f 16", encoding="utf-8")
+    assert len(prompts_texts(place, place.targets[0], place.profile(), "x")) == 1
+    options = Check(dataset_config=tmp_path / "d.toml", task="t2v-1.3B", sample_prompts=tmp_path / "p.txt")
+    (finding,) = examine(options, []).findings
+    assert finding.where == f"{tmp_path / 'p.txt'}, line 1"
+    (tmp_path / "p.txt").write_text("A cat. --f 17", encoding="utf-8")
+    assert examine(options, []).findings == ()
