@@ -55,7 +55,7 @@ CACHE: tuple[type[Step], ...] = (Check, CacheLatents, CacheText, CheckCache)
 _OWNERS: tuple[tuple[type[Step], tuple[str, ...]], ...] = (
     (CacheLatents, ("vae", "vae_dtype", "vae_tile", "clip", "clip_dtype")),
     (CacheText, ("t5", "t5_dtype", "fp8_t5", "tokenizer")),
-    (Train, ("dit", "task", "output_dir", "output_name")),
+    (Train, ("dit", "task", "output_dir", "output_name", "sample_prompts")),
 )
 """What one step is told and others have to know."""
 
@@ -325,9 +325,7 @@ def _step(kind: type[Step], workspace: Workspace, target: Target, model: Model, 
         for owner, names in _OWNERS:
             values |= {name: value for name, value in _layer(layer, owner).items() if name in names}
     if kind is Check:
-        told = told_of_training(workspace, target, model)
-        values |= {name: told[name] for name in ("sample_prompts",) if told.get(name)}
-        values["reads"] = _read_by_training(told, paths)
+        values["reads"] = _read_by_training(told_of_training(workspace, target, model), paths)
     if kind in WHEN_ASKED:
         told = told_of_training(workspace, target, model)
         held = {**_memory(model, told, paths), **told}

@@ -177,7 +177,8 @@ def _files(target: Target, options: Check, trainings: Sequence[Train], *, uncut:
                 left_out[flag] = None
         left_out["sample_prompts"] = None  # they may name pictures of that machine
         left_out["reads"] = tuple(path for path in seen.reads if path.exists())
-        for file in (file for file in seen.reads if not file.exists()):
+        read = (*seen.reads, seen.sample_prompts) if seen.sample_prompts else seen.reads
+        for file in (file for file in read if not file.exists()):
             name = file.relative_to(target.folder) if file.is_relative_to(target.folder) else file
             yield Line("note", f"{name} has to lie there on that machine")
     found = examine(replace(seen, **left_out), entries)

@@ -7,7 +7,7 @@ which one it was given.
 import re
 from collections.abc import Iterable, Mapping
 
-from wangen.generator.lora_keys import OTHER_ADAPTERS
+from wangen.generator.lora_keys import OTHER_ADAPTERS, UNDERSCORED_PREFIXES
 
 Shapes = Mapping[str, tuple[int, ...]]
 
@@ -90,13 +90,14 @@ PACKED = {
 
 _LORA = re.compile(r"[._]lora[_.](A|B|down|up)\b")
 
+_PREFIXES = "|".join(UNDERSCORED_PREFIXES)
 _WAN_MODULE = re.compile(
-    r"(?:^|\.|lora_unet__?|lycoris_|lora_transformer_)blocks[._]\d+[._]"
+    rf"(?:^|\.|lora_unet__|{_PREFIXES})blocks[._]\d+[._]"
     r"(?:self_attn[._][qkvo]|cross_attn[._](?:[qkvo]|[kv]_img)|ffn[._](?:0|2|net)"
     r"|attn[12][._](?:to_[qkv]|to_out|add_[kv]_proj))(?=\.|_\d|$)"
 )
 _QWEN_MODULE = re.compile(
-    r"(?:^|\.|lora_unet_|lycoris_|lora_transformer_)transformer_blocks[._]\d+[._]"
+    rf"(?:^|\.|{_PREFIXES})transformer_blocks[._]\d+[._]"
     r"(?:attn[._](?:to_[qkv]|to_out[._]0|to_add_out|add_[qkv]_proj)|(?:img|txt)_(?:mlp[._]net[._](?:0[._]proj|2)|mod[._]1))"
     r"(?=\.|$)"
 )

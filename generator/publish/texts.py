@@ -175,8 +175,7 @@ def prompts_texts(workspace: Workspace, target: Target, model: Model, slug: str)
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8"
         raise UsageError(f"{file} cannot be read: {reason}", where=where, cure="mend it") from None
-    for _ in entries(file, "sample_prompts"):
-        pass  # an option that none has is refused here, by the line of the workspace's own file
+    list(entries(file, "sample_prompts"))  # an option that none has is refused by the line of the workspace's own file
     path = target.folder / "files" / PROMPTS / prompts_name(slug, target, file)
     return [_signed_text(path, signed(f"# sample prompts of {slug}, published from {file.name}\n{text}"))]
 
