@@ -68,7 +68,7 @@ from wangen.runtime.training.saving import (
     settle_state,
 )
 from wangen.runtime.training.schedules import make_schedule
-from wangen.runtime.training.set_aside import set_other_epochs_aside
+from wangen.runtime.training.set_aside import set_other_ends_aside, set_other_epochs_aside
 from wangen.runtime.training.show_timesteps import show, sizes_of_dataset
 from wangen.runtime.training.step import optimizer_step
 from wangen.runtime.training.throughput import in_words
@@ -175,6 +175,8 @@ def _run_alone(options: Train, asked: Train, free: int | None, device: torch.dev
             training = _prepare(plan, device, state, ranks, mesh)
         if ranks.is_first:  # from here on nothing is refused
             set_other_epochs_aside(plan)
+            if changed:
+                set_other_ends_aside(plan)
         if state and not changed:
             save_missed(training)
         state = None  # its tensors have been copied, and would stay in host memory

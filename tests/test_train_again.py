@@ -126,6 +126,21 @@ def test_the_average_of_an_earlier_end_is_none_of_the_last(tiny_run, tmp_path, c
     assert f"{name}-ema.safetensors is the average of an earlier end of the run: it is {name}-kept" in caplog.text
 
 
+def test_the_finished_lora_of_an_earlier_end_by_other_settings_is_kept(tiny_run, tmp_path, caplog):
+    options = tiny_run.options(tmp_path, max_train_steps=2, lr_scheduler="linear", lora_layout=("comfyui", "kohya"))
+    train.run(options)
+    finished = {layout: (tmp_path / f"lora{layout}.safetensors").read_bytes() for layout in ("", "-kohya")}
+    more = replace(options, max_train_steps=3, resume_changed=True)
+    for _ in range(2):  # the second start finds the state of its own settings
+        train.run(more)
+        kept = {path.name: path.read_bytes() for path in tmp_path.glob("lora-kept*")}
+        assert kept == {f"lora-kept-step00000002{layout}.safetensors": data for layout, data in finished.items()}
+    assert read_header(tmp_path / "lora.safetensors").metadata["ss_steps"] == "3"
+    assert "lora.safetensors is of an earlier end of the run, by other settings: it is lora-kept-step" in caplog.text
+    train.run(replace(more, max_train_steps=4, resume_changed=False, lr_scheduler="constant", fresh=True))
+    assert len(list(tmp_path.glob("lora-kept*"))) == 2, "--fresh keeps nothing of what it begins anew"
+
+
 def test_another_adapter_is_no_change_that_a_state_can_go_on_with(tiny_run, tmp_path):
     options = tiny_run.options(tmp_path, max_train_steps=1)
     train.run(options)

@@ -48,6 +48,20 @@ def set_old_average_aside(plan: Plan, expert: ExpertPlan) -> None:
     _set_aside(plan, expert, path, told_by(path), "is the average of an earlier end of the run")
 
 
+def set_other_ends_aside(plan: Plan) -> None:
+    """Keep the finished LoRAs of an earlier end, by other settings, from those that the run is to leave.
+
+    Raises:
+        OSError: the disk refused.
+    """
+    own = json.dumps(plan.fingerprint, sort_keys=True)
+    for expert in plan.experts:
+        told = told_by(path := plan.file(expert))
+        if told.get(FINGERPRINT) != own:
+            _set_aside(plan, expert, path, told, "is of an earlier end of the run, by other settings")
+            set_old_average_aside(plan, expert)
+
+
 def set_other_epochs_aside(plan: Plan) -> None:
     """Keep LoRAs that are named by epochs of another length from those of the same names that are still to come.
 
