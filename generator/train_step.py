@@ -30,7 +30,7 @@ from wangen.generator.step_parts import (
     Dtype,
 )
 from wangen.generator.table import SMOKE, flag
-from wangen.generator.train_values import ELSEWHERE, OFF_AT_ZERO, LrScheduler, Quantize, TimestepSampling
+from wangen.generator.train_values import ELSEWHERE, OFF_AT_ZERO, OPTIMIZERS, LrScheduler, Quantize, TimestepSampling
 
 _ENCODES = "read by --cache_mode, --cache_latents, --cache_latents_to_disk and --sample_prompts"
 _DECODES = "read by --cache_mode, --cache_latents, --cache_latents_to_disk, --sample_prompts and --sample_continuations"
@@ -143,8 +143,7 @@ class Train(DatasetStep):
     )
     optimizer_type: str = flag(
         "AdamW, AdamW8bit (bitsandbytes or torchao), Adafactor, another class of torch.optim, or a dotted path",
-        "AdamW", pinned=True, knob=True,
-        values={"adamw": "AdamW", "": "AdamW", "adamw8bit": "AdamW8bit", "adafactor": "Adafactor"},
+        "AdamW", pinned=True, knob=True, values=OPTIMIZERS,
     )  # fmt: skip
     optimizer_args: tuple[str, ...] = flag("key=value for the optimizer, e.g. weight_decay=0.01", (), pinned=True)
     max_grad_norm: float = flag("clip the gradient's norm; 0 switches clipping off", 1.0, pinned=True)

@@ -17,6 +17,19 @@ LrScheduler = Literal[
 ]  # fmt: skip
 Quantize = Literal["none", "fp8", "int8", "nf4"]
 
+OPTIMIZERS: Mapping[str, str] = {
+    "": "AdamW",
+    "adamw": "AdamW",
+    "adamw8bit": "AdamW8bit",
+    "adafactor": "Adafactor",
+    "prodigy": "prodigyopt.Prodigy",
+    "lion": "lion_pytorch.Lion",
+    "came": "came_pytorch.CAME",
+    "adamwschedulefree": "schedulefree.AdamWScheduleFree",
+    "radamschedulefree": "schedulefree.RAdamScheduleFree",
+}
+"""Names in circulation, in lower case -> of `--optimizer_type`."""
+
 _DYNAMO = "use --compile; without it nothing is compiled"
 _UPLOADS = "wangen uploads nothing: run `hf upload` on the finished file"
 _NO_DDP = "leave it out: gradients are summed without DistributedDataParallel"

@@ -164,6 +164,11 @@ def test_adafactor_in_any_case_is_not_torch_s_own(spelled: str) -> None:
     assert type(Optimization(options(optimizer_type=spelled), parameters()).optimizer) is Adafactor
 
 
+def test_an_optimizer_of_another_package_has_a_short_name() -> None:
+    words = ["--optimizer_type", "Prodigy", "--output_dir", "out", "--output_name", "x", "--dataset_config", "a"]
+    assert parse(Train, words).optimizer_type == "prodigyopt.Prodigy"
+
+
 def test_adafactor_takes_the_learning_rate_unless_told_otherwise() -> None:
     ours = Optimization(options(optimizer_type="Adafactor"), parameters())
     plain = parameters()

@@ -11,6 +11,7 @@ from optimizers import CPU, RESUMED, SHAPES, assert_equal, options, parameters, 
 
 from wangen.generator.errors import UsageError, WangenError
 from wangen.generator.steps import Train
+from wangen.generator.train_values import OPTIMIZERS
 from wangen.runtime.safetensors_file import write
 from wangen.runtime.training.optim import Optimization, try_out
 
@@ -50,14 +51,14 @@ def test_a_resumed_run_ends_with_the_same_bytes(changes: dict[str, Any], dotted:
     expect_exact_resume(options(**changes), tmp_path)
 
 
-INSTALLED = ["bitsandbytes.optim.AdamW8bit", "prodigyopt.Prodigy", "schedulefree.AdamWScheduleFree"]
+INSTALLED = ["bitsandbytes.optim.AdamW8bit", *sorted({path for path in OPTIMIZERS.values() if "." in path})]
 
 
 @pytest.mark.parametrize("path", INSTALLED)
 @pytest.mark.filterwarnings("default")
 def test_optimizers_of_other_packages_resume_exactly(path: str, tmp_path: Path) -> None:
     pytest.importorskip(path.split(".")[0])
-    settings = options(optimizer_type=path, learning_rate=1.0 if "Prodigy" in path else 1e-2)
+    settings = options(optimizer_type=path, learning_rate=1.0 if "Prodigy" in path else 1e-3)
     try_out(settings, CPU)
     expect_exact_resume(settings, tmp_path)
 
