@@ -93,6 +93,16 @@ def nearest_existing(path: Path) -> Path | None:
     return next((place for place in (path.absolute(), *path.absolute().parents) if place.exists()), None)
 
 
+def unwritable(folder: Path) -> str:
+    """Why a folder cannot be made or written, in words; empty when it can, as far as that is seen without trying."""
+    existing = nearest_existing(folder)
+    if existing is None:
+        return f"lies on a drive that is not there: {folder}"
+    if not existing.is_dir():
+        return f"cannot make the folder {folder}: {existing} is a file"
+    return "" if os.access(existing, os.W_OK) else f"the folder cannot be written: {existing}"
+
+
 def temporary_beside(path: Path) -> Path:
     """A name for the file that will take another one's place: of this process alone, and never too long."""
     return path.with_name(f".{path.name[:_NAME_CHARACTERS]}-{whose()}.tmp")

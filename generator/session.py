@@ -23,7 +23,7 @@ from typing import IO, Any
 
 from wangen.generator.bulk import bulk
 from wangen.generator.errors import TakenOverError, UsageError, WangenError, in_words
-from wangen.generator.files import special, write_text
+from wangen.generator.files import special, unwritable, write_text
 from wangen.generator.install import install_line
 from wangen.generator.lock import IN_SCRIPT
 from wangen.generator.stopping import STOPPED, stop
@@ -180,6 +180,8 @@ def _run(step: Step) -> int:
 
     started = time.monotonic()
     with hold(step.lock_file if step.leads else None, waits=step.waits):
+        if step.leads and step.report_dir and (found := unwritable(step.report_dir)):
+            raise WangenError(found, where="--report_dir", cure="fix its rights or give another folder")
         try:
             with bulk():
                 module = import_module(step.module)

@@ -155,7 +155,16 @@ def test_a_failed_step_leaves_its_report(probe, tmp_path):
     assert json.loads((tmp_path / "out" / "probe.report.json").read_text())["ok"] is False
 
 
-@pytest.mark.parametrize("name", ["log_file", "report_dir", "lock"])
+def test_a_report_that_cannot_be_written_is_refused_before_the_work(probe, capsys):
+    write_tree(Path(), {"file": "x"})
+    step = replace(probe("raise AssertionError"), report_dir=Path("file", "below"))
+    assert execute(step) == 1
+    shown = capsys.readouterr().err
+    assert f"cannot make the folder {Path('file', 'below')}" in shown
+    assert "--report_dir" in shown
+
+
+@pytest.mark.parametrize("name", ["log_file", "lock"])
 def test_where_nothing_can_be_written(good, capsys, name):
     write_tree(Path(), {"file": "x"})
     assert execute(replace(good, **{name: Path("file", "below")})) == 1

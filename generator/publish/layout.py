@@ -7,7 +7,6 @@ from pathlib import Path, PureWindowsPath
 
 from wangen.generator.dataset import Problem
 from wangen.generator.errors import WangenError
-from wangen.generator.files import nearest_existing
 from wangen.generator.lock import hold
 from wangen.generator.publish import manifest
 from wangen.generator.publish.beside import FOLDERS
@@ -112,13 +111,3 @@ def long_paths(target: Target, slug: str, folder: str, names: Iterable[str]) -> 
     paths = [*(f"{media}\\{name}" for name in names), f"{media}_cache\\{_CACHE_ENTRY}"]
     lengths = ((path, len(path.encode("utf-16-le", "surrogatepass")) // 2) for path in paths)
     return [f"{length} characters: {path}" for path, length in lengths if length > limit]
-
-
-def unwritable(folder: Path) -> str:
-    """Why a folder cannot be made or written, in words; empty when it can, as far as that is seen without trying."""
-    existing = nearest_existing(folder)
-    if existing is None:
-        return f"lies on a drive that is not there: {folder}"
-    if not existing.is_dir():
-        return f"cannot make the folder {folder}: {existing} is a file"
-    return "" if os.access(existing, os.W_OK) else f"the folder cannot be written: {existing}"

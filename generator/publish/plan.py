@@ -13,6 +13,7 @@ from pathlib import Path
 from wangen.generator.dataset import Problem
 from wangen.generator.dataset_settings import DatasetSettings
 from wangen.generator.errors import UsageError, WangenError, many
+from wangen.generator.files import unwritable
 from wangen.generator.lock import busy_run
 from wangen.generator.publish import deploy, layout
 from wangen.generator.publish.folder import FolderPlan, make_folder_plan
@@ -232,7 +233,7 @@ def _problems(bundle: BundlePlan, slug: str, long_paths: bool) -> list[Problem]:
         return [Problem(target.folder, f"the root of {target.platform.name} is not there, nor the folder above", cure)]
     problems = layout.name_problems(target, {name for folder in bundle.folders for name in folder.wanted})
     folders = [target.folder, *(folder.folder for folder in bundle.folders), *bundle.empty]
-    reasons = dict.fromkeys(filter(None, map(layout.unwritable, folders)))
+    reasons = dict.fromkeys(filter(None, map(unwritable, folders)))
     problems += [Problem(target.folder, reason, "choose another or fix the rights") for reason in reasons]
     if layout.is_fixed(target) and not long_paths:
         cure = "take a shorter root, rename it, or set LongPathsEnabled on that machine and give --long_paths"
