@@ -233,7 +233,7 @@ def _lacking(options: Train, bad: Sequence[Need]) -> WangenError:
     return WangenError(
         "\n".join([f"the cache lacks {many(len(bad), 'entry', 'entries')}", *listing([problem(need) for need in bad])]),
         where=str(options.dataset),
-        cure=f"run {' and '.join(lines)}; or train with --cache_latents_to_disk --vae … --t5 …",
+        cure=f"run {' and '.join(lines)} (or let training encode: --cache_latents_to_disk --vae … --t5 …)",
     )
 
 
