@@ -107,7 +107,7 @@ def test_many_good_files_with_errors(folder: Path):
 
 @HOLES
 @pytest.mark.slow
-@pytest.mark.parametrize(("count", "seed"), [(10, 0), (700, 1)])
+@pytest.mark.parametrize(("count", "seed"), [(10, 0), (350, 1)])
 def test_models_with_other_names_shapes_and_dtypes(models: Path, count: int, seed: int):
     """The process imports every loader, which takes long; test_weights.py has what does not fit, one by one."""
     report = judge(models, "models", count, seed)
