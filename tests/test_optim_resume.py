@@ -58,7 +58,7 @@ INSTALLED = ["bitsandbytes.optim.AdamW8bit", *sorted({path for path in OPTIMIZER
 @pytest.mark.filterwarnings("default")
 def test_optimizers_of_other_packages_resume_exactly(path: str, tmp_path: Path) -> None:
     pytest.importorskip(path.split(".")[0])
-    settings = options(optimizer_type=path, learning_rate=1.0 if "Prodigy" in path else 1e-3)
+    settings = options(optimizer_type=path, learning_rate=1.0 if "Prodigy" in path else 1e-2)
     try_out(settings, CPU)
     expect_exact_resume(settings, tmp_path)
 

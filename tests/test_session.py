@@ -162,6 +162,8 @@ def test_a_report_that_cannot_be_written_is_refused_before_the_work(probe, capsy
     shown = capsys.readouterr().err
     assert f"cannot make the folder {Path('file', 'below')}" in shown
     assert "--report_dir" in shown
+    assert "  do:    " in shown
+    assert "Traceback" not in shown
 
 
 @pytest.mark.parametrize("name", ["log_file", "lock"])
