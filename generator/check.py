@@ -3,9 +3,11 @@
 import logging
 import os
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cache
+from importlib import import_module
 from pathlib import Path, PurePosixPath
 
 from wangen import profiles
@@ -24,7 +26,8 @@ from wangen.generator.publish import manifest
 from wangen.generator.quoting import QUOTES
 from wangen.generator.sample_prompts import read_prompts
 from wangen.generator.session import Report
-from wangen.generator.steps import Check, Train
+from wangen.generator.steps import CacheStep, Check, Train
+from wangen.generator.table import Step
 from wangen.generator.target import host_platform_name, machine_of
 from wangen.generator.tokenizer_file import tokenizer_of
 from wangen.generator.tomls import DatasetEntry, read_dataset
@@ -32,6 +35,9 @@ from wangen.generator.vae_twins import twin_warning
 from wangen.profiles import Weights
 
 log = logging.getLogger("wangen")
+
+_Placed = tuple[str, Step | WangenError]
+"""Where a step stands in a script, and the step, or what is wrong with its line."""
 
 
 @dataclass(frozen=True)
@@ -53,8 +59,12 @@ def run(options: Check) -> Report:
     Raises:
         WangenError: the dataset TOML itself cannot be read.
     """
-    seen = examine(options, read_dataset(options.dataset, options.resolution))
-    findings = [*_own_script(seen), *seen.findings]
+    entries = read_dataset(options.dataset, options.resolution)
+    seen, steps = examine(options, entries), list(_steps_of_script())
+    findings = [*_knobs_of_script(), *_refused(steps, seen), *seen.findings]
+    will_cache = any(isinstance(step, CacheStep) for _, step in steps)
+    if will_cache and not findings and any(_is_empty(entry.cache_directory) for entry in entries):
+        findings += _refused_later(steps)
     for finding in findings:
         log.error("  - %s", finding)
     for warning in seen.warnings:
@@ -70,23 +80,63 @@ def run(options: Check) -> Report:
     )
 
 
-def _own_script(seen: "Examined") -> Iterator[Finding]:
-    """What the steps after this one would refuse in the script that runs it: said now, not hours later."""
+def _own_script() -> tuple[Path, bytes] | None:
+    """The script that runs this step, and its text."""
     path = Path(os.environ.get(IN_SCRIPT, ""))
-    shell = path.suffix[1:]
-    if shell not in QUOTES or not path.is_file():
-        return
-    try:
-        data = path.read_bytes()
+    if path.suffix[1:] in QUOTES:
+        with suppress(OSError):
+            return path, path.read_bytes()
+    return None
+
+
+def _knobs_of_script() -> Iterator[Finding]:
+    """Lines of the script's block of knobs that set none."""
+    if script := _own_script():
+        path, data = script
         for line in scripts.invalid_knobs(data):
             yield Finding(path.name, f"no knob is set by {line!r}", "write letters, digits and . _ , + - as its value")
-        for command, step in scripts.parsed_steps(data, shell):
-            if isinstance(step, WangenError):
-                yield Finding(f"{path.name}, {command}", step.found, step.cure)
-            elif isinstance(step, Train) and (fault := seen.leaves_nothing(step)):
-                yield Finding(f"{path.name}, {command}", *fault)
-    except (OSError, WangenError):
-        return  # a script that was edited may say things that only its shell can read
+
+
+def _steps_of_script() -> Iterator[_Placed]:
+    """The steps of the script that runs this one."""
+    if script := _own_script():
+        path, data = script
+        with suppress(WangenError):  # a script that was edited may say things that only its shell can read
+            for command, step in scripts.parsed_steps(data, path.suffix[1:]):
+                yield f"{path.name}, {command}", step
+
+
+def _refused(steps: Iterable[_Placed], seen: "Examined") -> Iterator[Finding]:
+    """What the steps after this one would refuse by their flags alone: said now, not hours later."""
+    for where, step in steps:
+        if isinstance(step, WangenError):
+            yield Finding(where, step.found, step.cure)
+        elif isinstance(step, Train) and (fault := seen.leaves_nothing(step)):
+            yield Finding(where, *fault)
+
+
+def _refused_later(steps: Iterable[_Placed]) -> Iterator[Finding]:
+    """What training would refuse after hours of caching, by headers of files and by what is installed.
+
+    It loads torch, which takes seconds: where a cache is there already, training says the same soon enough.
+    """
+    try:
+        refusals = import_module("wangen.runtime.training.refusals")
+    except ImportError:  # caching comes next, and says how it is installed
+        return
+    for where, step in steps:
+        if isinstance(step, Train):
+            try:
+                refusals.require_trainable(step)
+            except WangenError as error:
+                yield Finding(where, error.found, error.cure)
+
+
+def _is_empty(folder: Path) -> bool:
+    try:
+        return not any(folder.iterdir())
+    except OSError:  # it is not there, or `_writable` names it
+        return True
 
 
 @dataclass(frozen=True)

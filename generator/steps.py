@@ -48,7 +48,7 @@ from wangen.generator.train_step import Train as Train
 
 @dataclass(frozen=True, kw_only=True)
 class Check(DatasetStep):
-    """Check files, captions, weights and disk before anything starts; needs no GPU and no torch."""
+    """Check files, captions, weights and disk before anything starts; needs no GPU."""
 
     command: ClassVar[str] = "check"
     module: ClassVar[str] = "wangen.generator.check"

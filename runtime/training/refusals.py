@@ -30,6 +30,7 @@ from wangen.runtime.lora_folder import find_lora, written_by
 from wangen.runtime.models import expect_vae
 from wangen.runtime.training.adapter_refusals import require_adapter, trained_transformers
 from wangen.runtime.training.optim import try_out
+from wangen.runtime.training.optimizer_class import optimizer_class
 from wangen.runtime.training.plan import Plan
 from wangen.runtime.training.schedules import make_schedule
 from wangen.runtime.training.trackers import require_trackers
@@ -142,28 +143,52 @@ def for_its_steps(plan: Plan, asked: Train, free: int | None, launch: Launch) ->
 def refuse(options: Train, model: profiles.Model, device: torch.device) -> None:
     """Refuse flags that no run can have, and files that are not what they are given for.
 
+    Args:
+        options: as `resolved` gives them.
+        model: the model profile.
+        device: to train on.
+
     Raises:
-        UsageError: numbers out of range, or flags that contradict each other.
+        UsageError: numbers out of range, flags that contradict each other, or an optimizer that cannot be resumed.
         WangenError: a file is of another kind.
     """
-    require_supported(model, "training")
-    refuse_flags(options)
+    _refuse_anywhere(options, model)
     if options.compile and not options.plain:
         require_compiler()
-    _refuse_experts(options, model)
-    _refuse_samples(options, model)
-    _refuse_continuations(options, model)
-    make_schedule(options, MANY_STEPS)  # what it refuses of a run of any length
     try_out(options, device)
-    require_adapter(options, model)
-    require_trackers(options)
-    _expect_files(options, model)
     if model.experts:
         _warn_of_the_other_expert(options)
     if warning := task_warning(options.dit, model):
         log.warning("  %s", warning)
     for line in unread(options):
         log.warning("  %s", line)
+
+
+def require_trainable(options: Train) -> None:
+    """Refuse before hours of caching what training would refuse after them, whatever the card that it has.
+
+    Args:
+        options: as they were given.
+
+    Raises:
+        WangenError: as for `refuse`.
+    """
+    model = profiles.model(options.task)
+    _refuse_anywhere(resolved(replace(options, vram=None), model, None), model)
+
+
+def _refuse_anywhere(options: Train, model: profiles.Model) -> None:
+    """What can be judged without the device."""
+    require_supported(model, "training")
+    refuse_flags(options)
+    _refuse_experts(options, model)
+    _refuse_samples(options, model)
+    _refuse_continuations(options, model)
+    make_schedule(options, MANY_STEPS)  # what it refuses of a run of any length
+    optimizer_class(options)
+    require_adapter(options, model)
+    require_trackers(options)
+    _expect_files(options, model)
 
 
 def _refuse_experts(options: Train, model: profiles.Model) -> None:

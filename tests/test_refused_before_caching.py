@@ -1,0 +1,78 @@
+"""What training would refuse after hours of caching is said by the first step of its script."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from shells.bundles import bundle
+from tiny import TinyRun
+
+from wangen.generator import scripts
+from wangen.generator.check import run
+from wangen.generator.steps import CacheLatents, Check
+
+FACTORS = {f"diffusion_model.blocks.0.self_attn.q.lora_{half}.weight": shape
+           for half, shape in (("A", (2, 256)), ("B", (256, 2)))}  # fmt: skip
+
+
+@pytest.fixture
+def found(tiny_run: TinyRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """The problems of a check in a script that caches and trains with some flags."""
+    text = tiny_run.dataset_config.read_text(encoding="utf-8")
+    config, script = tmp_path / "tiny.toml", tmp_path / "train_tiny.sh"
+    config.write_text(text.replace((tiny_run.folder / "cache").as_posix(), (tmp_path / "cache").as_posix()))
+    monkeypatch.setenv("WANGEN_SCRIPT", str(script))
+    check = Check(dataset_config=config, task="t2v-1.3B", **tiny_run.weights)
+
+    def problems(*, caches: bool = True, **changes: Any) -> list[str]:
+        latents = CacheLatents(dataset_config=config, vae=tiny_run.weights["vae"])
+        steps = (check, *([latents] if caches else []), tiny_run.options(tmp_path / "out", **changes))
+        script.write_bytes(scripts.render(bundle("sh", steps), "sh", "train"))
+        return run(check).result["problems"]
+
+    return problems
+
+
+def write_lora(folder: Path) -> Path:
+    """A LoRA of rank 2."""
+    save_file({name: torch.ones(shape) for name, shape in FACTORS.items()}, folder / "start.safetensors")
+    return folder / "start.safetensors"
+
+
+def test_nothing_is_wrong(found):
+    assert found() == []
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"include_patterns": ("atn1",)}, "--include_patterns 'atn1' finds no layer that would be trained"),
+        ({"optimizer_type": "nowhere.Adam"}, "nowhere"),
+        ({"blocks_to_swap": 30}, "--blocks_to_swap"),
+        ({"network_weights": "start"}, "rank 2"),
+        ({"sample_every_n_steps": 2}, "samples are asked for and there are no prompts"),
+    ],
+)
+def test_what_training_would_refuse_is_found_before_the_first_caching(found, tmp_path, changes, words):
+    if "network_weights" in changes:
+        changes = {"network_weights": write_lora(tmp_path)}
+    (problem,) = found(**changes)
+    assert problem.startswith("train_tiny.sh, train: ")
+    assert words in problem
+
+
+@pytest.mark.parametrize("why", ["there is a cache", "nothing is cached"])
+def test_where_training_is_near_it_speaks_for_itself(found, tmp_path, why):
+    """It takes seconds to load what knows."""
+    if why == "there is a cache":
+        (tmp_path / "cache").mkdir()
+        (tmp_path / "cache" / "an.entry").touch()
+    assert found(include_patterns=("atn1",), caches=why == "there is a cache") == []
+
+
+def test_the_card_is_not_asked(found):
+    """Caching may run on a machine without the card that training has."""
+    assert found(vram="auto") == []
+    assert found(vram="24", compile=True, quantize="fp8") == []
