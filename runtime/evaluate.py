@@ -59,9 +59,10 @@ from wangen.runtime.sampling.sampler import ExpertWeights, Sampler, Settings
 from wangen.runtime.sampling.scenes import Encoders, make_scenes
 from wangen.runtime.sampling.videos import Decoder
 from wangen.runtime.training import refusals
+from wangen.runtime.training.held_out import held_out
 from wangen.runtime.training.samples import on_other_dataset
 from wangen.runtime.training.step import item_errors
-from wangen.runtime.training.validation import Losses, held_out
+from wangen.runtime.training.validation import Losses
 
 log = logging.getLogger("wangen")
 

@@ -13,10 +13,9 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path, PureWindowsPath
-from typing import Any
 
 from wangen.generator.errors import WangenError
-from wangen.generator.header_keys import EPOCH_STEPS, EXPERT, FINGERPRINT, RUN_STEPS, TRAINED_BEFORE
+from wangen.generator.header_keys import EPOCH_STEPS, EXPERT, FINGERPRINT, RUN_STEPS
 from wangen.generator.headers import read_header
 from wangen.generator.kinds import kind_of
 from wangen.generator.lora_config import ADAPTER_FILE, DIFFUSERS_FILE
@@ -166,15 +165,6 @@ def has_lora(path: Path, expert: str) -> bool:
 def _is_run(path: Path) -> bool:
     """Whether a path is a folder, but none that peft or diffusers wrote."""
     return path.is_dir() and not any((path / name).is_file() for name in (ADAPTER_FILE, DIFFUSERS_FILE))
-
-
-def fingerprints(metadata: Mapping[str, str]) -> list[dict[str, Any]]:
-    """What a LoRA's header says of its training, part by part, the last one's last; nothing of what is no such text."""
-    found: list[dict[str, Any]] = []
-    for text in (metadata.get(TRAINED_BEFORE, "[]"), f"[{metadata.get(FINGERPRINT, '')}]"):
-        with suppress(ValueError, TypeError, RecursionError):
-            found += [told for told in json.loads(text) if isinstance(told, dict)]
-    return found
 
 
 def of_last_run(found: Sequence[Checkpoint], folder: Path) -> list[Checkpoint]:

@@ -22,6 +22,7 @@ from wangen.runtime.models import family
 from wangen.runtime.randomness import generator_for
 from wangen.runtime.training import watching
 from wangen.runtime.training.adapter import disabled
+from wangen.runtime.training.held_out import held_out
 from wangen.runtime.training.plan import dataset_digest
 from wangen.runtime.training.ranks import Ranks
 from wangen.runtime.training.step import item_losses
@@ -30,7 +31,6 @@ from wangen.runtime.training.validation import (
     Validation,
     compare,
     evaluating,
-    held_out,
     is_better,
     measure,
     stratified_sigmas,

@@ -8,7 +8,8 @@ from statistics import fmean
 from wangen.runtime.evaluation.intervals import Difference, paired_difference
 from wangen.runtime.evaluation_file import BASE, Checkpoint, Row, told_path
 from wangen.runtime.loader import CachedSample
-from wangen.runtime.training.validation import Losses, video_key
+from wangen.runtime.training.held_out import video_key
+from wangen.runtime.training.validation import Losses
 
 
 @dataclass(frozen=True)

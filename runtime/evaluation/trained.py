@@ -17,9 +17,9 @@ from wangen.generator.steps import Train
 from wangen.profiles import Model
 from wangen.runtime.evaluation.tables import sources_of
 from wangen.runtime.loader import CachedSample, find_entries
-from wangen.runtime.lora_folder import fingerprints
+from wangen.runtime.trained_on import fingerprints
+from wangen.runtime.training.held_out import held_out
 from wangen.runtime.training.plan import dataset_digest
-from wangen.runtime.training.validation import held_out
 
 
 def trained_sources(files: Iterable[Path], items: Sequence[CachedSample], training: Train, model: Model) -> set[str]:

@@ -6,11 +6,11 @@ from statistics import NormalDist
 from typing import Any, Literal
 
 from wangen.generator.errors import many
-from wangen.generator.header_keys import TRAINED_BEFORE
 from wangen.runtime.evaluation_file import Evaluation, Row
 from wangen.runtime.report.charts import experts_of, validations
 from wangen.runtime.report.run_files import Lora, RunFiles, file_names
 from wangen.runtime.report.step_reports import is_number
+from wangen.runtime.trained_on import fingerprints, may_have_seen
 
 Level = Literal["good", "unsure", "bad", "unknown"]
 
@@ -137,7 +137,7 @@ def _by_validation(judged: Sequence[_Judged], run: RunFiles) -> Verdict:
     better = all(one.clearly_better for one in judged)
     clearly = "better than the base" if better else "not clearly better than the base"
     against = [line for one in judged for line in one.against]
-    if any(TRAINED_BEFORE in lora.metadata for lora in run.loras):
+    if any(may_have_seen(told[-1], told[:-1]) for lora in run.loras if (told := fingerprints(lora.metadata))):
         against.append("what it is judged by may have been trained on: an earlier part of the run, or the LoRA that it "
                        "began from, had other data")  # fmt: skip
     yet, more = ("", "") if run.trains_model else ("; it was not evaluated yet", ", or run wangen evaluate")

@@ -7,6 +7,7 @@ AI model metadata standard (https://github.com/Stability-AI/ModelSpec); `wangen.
 import json
 
 from wangen import profiles
+from wangen.generator import header_keys
 from wangen.generator.header_keys import (
     AVERAGED,
     EPOCH_STEPS,
@@ -22,6 +23,7 @@ from wangen.generator.header_keys import (
 from wangen.generator.headers import WEIGHTS_FORMAT
 from wangen.generator.steps import Train
 from wangen.generator.train_refusals import sets_its_rate
+from wangen.runtime.trained_on import HELD_OUT
 from wangen.runtime.training.adapter_config import settings
 from wangen.runtime.training.plan import Plan
 
@@ -80,6 +82,8 @@ def metadata(
         found[JUDGED_AT] = judged_at
     if averaged:
         found[AVERAGED] = str(options.ema_decay)
+    if held_out := plan.told.get(HELD_OUT):
+        found[header_keys.HELD_OUT] = json.dumps(held_out)
     if plan.trained_before:
         found[TRAINED_BEFORE] = json.dumps(plan.trained_before, sort_keys=True)
     if options.training_comment:

@@ -4,6 +4,7 @@ import math
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,8 @@ from wangen.runtime.cache import digest
 from wangen.runtime.epochs import EpochSampler
 from wangen.runtime.loader import CachedSample
 from wangen.runtime.samples import Sample
+from wangen.runtime.trained_on import DATA, HELD_OUT, Part, may_have_seen
+from wangen.runtime.training.held_out import as_told
 from wangen.runtime.training.schedules import depends_on_length, make_schedule
 from wangen.runtime.training.timesteps import (
     HIGH,
@@ -39,9 +42,6 @@ LEARNS_THE_SAME = {"save_precision", "lora_layout", "checkpointing", "gradient_c
 SIZES_OF_ADAPTERS = {"network_dim", "network_alpha"}
 """Pinned flags that mean nothing where no adapter is trained."""
 
-
-DATA = ("dataset", "validation_items", "seed", "caption_dropout")
-"""What of a fingerprint says which files were trained on."""
 
 MAX_STEPS = 10_000_000
 """Months of them; the plan has a number for each."""
@@ -92,7 +92,7 @@ class Plan:
         steps_per_epoch: optimizer steps in an epoch.
         experts: what is trained; the high-noise expert first.
         fingerprint: settings and digests that decide the result.
-        trained_before: other data that its weights were trained on, of each the part `DATA` of a fingerprint.
+        trained_before: other data that its weights were trained on, each as `told` gave it.
         batches_per_epoch: of all processes; the last step of an epoch may accumulate fewer of them.
         shards: processes that share out the frozen weights.
     """
@@ -104,9 +104,20 @@ class Plan:
     steps_per_epoch: int
     experts: tuple[ExpertPlan, ...]
     fingerprint: Mapping[str, Any]
-    trained_before: Sequence[Mapping[str, Any]] = ()
+    trained_before: Sequence[Part] = ()
     batches_per_epoch: int = 0
     shards: int = 1
+
+    @cached_property
+    def told(self) -> Part:
+        """What this part of a training leaves to know of its data."""
+        held_out = as_told(self.held_out, self.samples, self.options)
+        return {name: self.fingerprint.get(name) for name in DATA} | ({HELD_OUT: held_out} if held_out else {})
+
+    @property
+    def may_have_seen(self) -> bool:
+        """Whether what is held out may have been trained on before."""
+        return bool(self.held_out) and may_have_seen(self.told, self.trained_before)
 
     @property
     def num_steps(self) -> int:

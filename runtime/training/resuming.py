@@ -19,18 +19,16 @@ from wangen.generator.run_folder import SAMPLES
 from wangen.generator.session import with_flag
 from wangen.generator.steps import Train
 from wangen.generator.table import options as flags_of
-from wangen.runtime.lora_folder import fingerprints, numbered, told_by
+from wangen.runtime.lora_folder import numbered, told_by
+from wangen.runtime.trained_on import DATA, HELD_OUT, Part, fingerprints
 from wangen.runtime.training import checkpoint
 from wangen.runtime.training.adapter_config import start_flag
 from wangen.runtime.training.checkpoint import TrainingState
-from wangen.runtime.training.facts import BEFORE, BEST_SO_FAR, JOB, ORIGIN, SLURM_JOB, VALIDATION, VALIDATION_BASE
-from wangen.runtime.training.plan import DATA, SIZES_OF_ADAPTERS, Plan
+from wangen.runtime.training.facts import BEFORE, BEST_SO_FAR, JOB, ORIGIN, SLURM_JOB, TOLD, VALIDATION, VALIDATION_BASE
+from wangen.runtime.training.plan import SIZES_OF_ADAPTERS, Plan
 from wangen.runtime.training.timesteps import HIGH, LOW
 
 log = logging.getLogger("wangen")
-
-_Told = Mapping[str, Any]
-"""What a fingerprint says, or a part of it."""
 
 ACCUMULATION = "gradient_accumulation_steps"
 _SHAPES = {"train_mode", "network_module", "network_dim", "dora", "lokr_factor", "lora_targets", "include_patterns",
@@ -165,7 +163,7 @@ def compared(plan: Plan, state: TrainingState, changed: Mapping[str, str], num_p
     if changed.keys() & {"dataset", "validation_items", "gradient_accumulation_steps"}:
         log.warning("  if an epoch has other steps now, epochs are counted as if it always had: draws may come again")
     if changed.keys() & {"dataset", "validation_items"}:
-        before = _together(plan, [*state.facts.get(BEFORE, ()), state.fingerprint])
+        before = _together(plan, [*state.facts.get(BEFORE, ()), state.facts.get(TOLD, state.fingerprint)])
         state = replace(state, facts={**state.facts, BEFORE: before})
     if any(name.startswith(_BASE) for name in changed):  # what it was judged by was another model's
         state = replace(state, facts={**state.facts, VALIDATION_BASE: {}, BEST_SO_FAR: {}})
@@ -200,7 +198,7 @@ def _experts_in_words(names: Collection[str]) -> str:
     return f"the {name.replace('_', '-')} expert" if name else "a model with one transformer"
 
 
-def trained_before(plan: Plan, state: TrainingState | None) -> list[_Told]:
+def trained_before(plan: Plan, state: TrainingState | None) -> list[Part]:
     """The other data that the weights of a run were trained on: in an earlier part of it, or where it starts from."""
     if state:
         return list(state.facts.get(BEFORE, ()))
@@ -209,14 +207,18 @@ def trained_before(plan: Plan, state: TrainingState | None) -> list[_Told]:
     return _together(plan, chain(*told))
 
 
-def _together(plan: Plan, told: Iterable[_Told]) -> list[_Told]:
-    """The data of fingerprints, each once and without those of the plan."""
-    now, *others = ({name: each.get(name) for name in DATA} for each in (plan.fingerprint, *told))
-    found: list[_Told] = []
-    for each in others:
-        if each not in (*found, now):
-            found.append(each)
+def _together(plan: Plan, told: Iterable[Part]) -> list[Part]:
+    """The data of parts, each once and without those of the plan."""
+    known, found = [_data(plan.fingerprint)], list[Part]()
+    for each in told:
+        if (data := _data(each)) not in known:
+            known.append(data)
+            found.append(data | {name: each[name] for name in (HELD_OUT,) if name in each})
     return found
+
+
+def _data(told: Part) -> dict[str, Any]:
+    return {name: told.get(name) for name in DATA}
 
 
 def _trains_others(plan: Plan, state: TrainingState, changed: Mapping[str, str]) -> bool:

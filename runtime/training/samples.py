@@ -11,8 +11,8 @@ from wangen.generator.manifests import is_manifest
 from wangen.generator.steps import Train
 from wangen.runtime.loader import CachedSample, find_entries
 from wangen.runtime.samples import read_samples
+from wangen.runtime.training.held_out import clip_key, held_out
 from wangen.runtime.training.ranks import Ranks
-from wangen.runtime.training.validation import clip_key, held_out
 
 log = logging.getLogger("wangen")
 

@@ -34,6 +34,7 @@ from wangen.runtime.training.facts import (
     VALIDATION,
     VALIDATION_BASE,
 )
+from wangen.runtime.training.held_out import video_key
 from wangen.runtime.training.loading import load_base
 from wangen.runtime.training.metrics import Metrics, Pending, Record, TimestepBins
 from wangen.runtime.training.not_finite import refuse_not_finite
@@ -61,7 +62,6 @@ from wangen.runtime.training.validation import (
     is_better,
     measure,
     stratified_sigmas,
-    video_key,
 )
 
 log = logging.getLogger("wangen")

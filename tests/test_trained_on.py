@@ -1,0 +1,121 @@
+"""Whether what is held out now was trained on before: what parts of a training tell of their data decides it."""
+
+import json
+import random
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+from test_validation import cached, clips_of, digests
+
+from wangen.generator.headers import read_header
+from wangen.runtime import train
+from wangen.runtime.report.run_files import read_run
+from wangen.runtime.report.verdict import judge
+from wangen.runtime.trained_on import HELD_OUT, fingerprints, may_have_seen
+from wangen.runtime.training.held_out import MOST_TOLD, as_told, clip_key, held_out
+
+WORDS = "what is held out now may have been trained on before"
+
+
+def part(samples, count=3, seed=42):
+    """What a training on these samples tells, what it trained on and what it held out."""
+    trained, judged = held_out(samples, count, seed, tell=False)
+    told = {"seed": str(seed), HELD_OUT: as_told(judged, trained, SimpleNamespace(seed=seed, validation_items=count))}
+    return told, trained, judged
+
+
+def drawn(chance, numbers):
+    """Some of many pictures."""
+    return [cached(f"content {number}") for number in numbers if chance.random() < 0.7]
+
+
+@pytest.mark.parametrize("trial", range(40))
+def test_it_is_never_said_to_be_unseen_where_it_was_trained_on(trial):
+    chance = random.Random(trial)
+    kinds = (lambda: drawn(chance, range(30)), lambda: [*drawn(chance, range(20)), *clips_of(1, 4), *clips_of(2, 3)],
+             lambda: [*drawn(chance, range(20)), cached("content 1", reg=True), cached("content 5", reg=True)],
+             lambda: clips_of(1, 12))  # fmt: skip
+    before, trained, _ = part(chance.choice(kinds)(), chance.randint(1, 4))
+    now, _, judged = part(chance.choice(kinds)(), chance.randint(1, 4))
+    if set(map(clip_key, trained)) & set(map(clip_key, judged)) or digests(trained) & digests(judged):
+        assert may_have_seen(now, [before])
+
+
+@pytest.mark.parametrize("trial", range(20))
+def test_files_that_were_added_are_known_to_be_new(trial):
+    chance = random.Random(trial)
+    samples = drawn(chance, range(30))
+    before, *_ = part(samples)
+    now, *_ = part([*samples, *drawn(chance, range(100, 130))])
+    assert not may_have_seen(now, [before])
+    moved = now[HELD_OUT] != before[HELD_OUT]
+    assert may_have_seen(before, [now]) == moved, "without them, what they had taken the place of is held out again"
+
+
+def test_more_items_held_out_than_before_were_trained_on():
+    samples = [cached(f"content {number}") for number in range(20)]
+    assert may_have_seen(part(samples, 4)[0], [part(samples, 3)[0]])
+    assert not may_have_seen(part(samples, 2)[0], [part(samples, 3)[0]])
+    assert may_have_seen(part(samples, 2)[0], [part(samples, 3)[0], part(samples, 1)[0]]), "in one part of two"
+    assert may_have_seen(part(samples, seed=43)[0], [part(samples)[0]]), "numbers of another seed say nothing"
+
+
+def test_what_was_in_a_regularisation_set_was_trained_on_however_low_its_number():
+    samples = [cached(f"content {number}") for number in range(20)]
+    told, _, judged = part(samples)
+    (lowest,) = part(judged, 1)[2]
+    others = [sample for sample in samples if sample is not lowest]
+    assert not may_have_seen(told, [part(others)[0]]), "it was added"
+    before, trained, _ = part([*others, cached(lowest.sample.source.digest, reg=True)])
+    assert digests([lowest]) <= digests(trained)
+    assert may_have_seen(told, [before])
+
+
+def test_where_little_is_told_everything_may_have_been_seen():
+    told, trained, judged = part([cached(f"content {number}") for number in range(20)])
+    assert not may_have_seen(told, [told])
+    assert not may_have_seen(told, [])
+    for other in ({}, {"seed": "42"}, {**told, HELD_OUT: {}}, {**told, HELD_OUT: {"draws": 3, "lowest": True}},
+                  {**told, HELD_OUT: [1]}, {**told, HELD_OUT: {"draws": ["a"], "lowest": True}}):  # fmt: skip
+        assert may_have_seen(told, [other])
+        assert may_have_seen(other, [told]) or other.get(HELD_OUT) == {"draws": ["a"], "lowest": True}
+    own = SimpleNamespace(seed=42, validation_items=0)
+    assert as_told(judged, trained, own) == {}, "of a dataset of its own, of which some may be trained on"
+    many = [cached(str(number)) for number in range(MOST_TOLD + 1)]
+    own.validation_items = len(many)
+    assert as_told(many, trained, own) == {}
+    assert len(as_told(many[1:], trained, own)["draws"]) == MOST_TOLD
+
+
+def test_a_header_tells_of_all_parts_and_of_foreign_texts_nothing():
+    held = {"draws": [1], "lowest": True}
+    texts = {"wangen.trained_before": '[{"seed": "1"}, 3]', "wangen.fingerprint": '{"seed": "2"}',
+             "wangen.held_out": json.dumps(held)}  # fmt: skip
+    assert fingerprints(texts) == [{"seed": "1"}, {"seed": "2", HELD_OUT: held}]
+    for foreign in ("", "{", "[" * 9999, "3", '"a"'):
+        assert fingerprints(texts | {"wangen.held_out": foreign}) == [{"seed": "1"}, {"seed": "2"}]
+        assert fingerprints(dict.fromkeys(texts, foreign)) == []
+
+
+@pytest.mark.slow
+def test_a_run_that_goes_on_with_the_same_files_does_not_doubt_its_held_out_loss(tiny_run, tmp_path, caplog):
+    """Other repeats are another dataset; which files are held out stays."""
+    twice = tmp_path / "twice.toml"
+    text = tiny_run.dataset_config.read_text(encoding="utf-8")
+    twice.write_text(text.replace("enable_bucket = true", "enable_bucket = true\nnum_repeats = 2"), encoding="utf-8")
+    options = tiny_run.options(tmp_path / "run", max_train_steps=2, validation_items=1, validate_every_n_steps=1)
+    train.run(options)
+    more = replace(options, dataset_config=twice, max_train_steps=4, resume_changed=True)
+    train.run(more)
+    lora = tmp_path / "run" / "lora.safetensors"
+    first, last = fingerprints(read_header(lora).metadata)
+    assert first[HELD_OUT] == last[HELD_OUT]
+    assert first["dataset"] != last["dataset"]
+    train.run(replace(more, output_dir=tmp_path / "from", network_weights=lora, resume_changed=False))
+    assert "trained on before" not in caplog.text
+    for folder in ("run", "from"):
+        assert not any("may have been trained on" in line for line in judge(read_run(tmp_path / folder, None)).against)
+    train.run(replace(more, max_train_steps=6, validation_items=2))
+    assert WORDS in caplog.text
+    assert any("may have been trained on" in line for line in judge(read_run(tmp_path / "run", None)).against)
