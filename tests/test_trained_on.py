@@ -2,12 +2,14 @@
 
 import json
 import random
+import shutil
 from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
 from test_validation import cached, clips_of, digests
 
+from wangen.generator.errors import UsageError
 from wangen.generator.headers import read_header
 from wangen.runtime import train
 from wangen.runtime.report.run_files import read_run
@@ -119,3 +121,27 @@ def test_a_run_that_goes_on_with_the_same_files_does_not_doubt_its_held_out_loss
     train.run(replace(more, max_train_steps=6, validation_items=2))
     assert WORDS in caplog.text
     assert any("may have been trained on" in line for line in judge(read_run(tmp_path / "run", None)).against)
+
+
+def test_a_refusal_says_what_of_the_dataset_is_other(tiny_run, tmp_path):
+    media, config = tmp_path / "media", tmp_path / "tiny.toml"
+    shutil.copytree(tiny_run.folder / "media", media)
+    text = tiny_run.dataset_config.read_text(encoding="utf-8")
+    text = text.replace((tiny_run.folder / "media").as_posix(), media.as_posix())
+    config.write_text(text, encoding="utf-8")
+    options = tiny_run.options(tmp_path / "run", max_train_steps=1, dataset_config=config)
+    train.run(options)
+
+    def refused(**changes):
+        with pytest.raises(UsageError) as error:
+            train.run(replace(options, max_train_steps=2, **changes))
+        return [line.removeprefix("  - ") for line in error.value.found.splitlines()[1:]]
+
+    config.write_text(text.replace("enable_bucket = true", "enable_bucket = true\nnum_repeats = 2\nbatch_size = 2"))
+    assert refused() == ["dataset: other num_repeats, batch_size"]
+    config.write_text(text)
+    assert refused(caption_dropout=0.1) == ["caption_dropout: 0.0 -> 0.1", "dataset: other empty prompt"]
+    (media / "red.txt").write_text((media / "blue.txt").read_text(encoding="utf-8"), encoding="utf-8")
+    assert refused() == ["dataset: other captions"]
+    (media / "blue.png").unlink()
+    assert refused() == ["dataset: other samples (3 -> 2)"]

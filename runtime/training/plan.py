@@ -3,7 +3,7 @@
 import math
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,7 @@ from wangen.runtime.cache import digest
 from wangen.runtime.epochs import EpochSampler
 from wangen.runtime.loader import CachedSample
 from wangen.runtime.samples import Sample
-from wangen.runtime.trained_on import DATA, HELD_OUT, Part, may_have_seen
+from wangen.runtime.trained_on import ASPECTS, DATA, HELD_OUT, Part, may_have_seen
 from wangen.runtime.training.held_out import as_told
 from wangen.runtime.training.schedules import depends_on_length, make_schedule
 from wangen.runtime.training.timesteps import (
@@ -112,7 +112,8 @@ class Plan:
     def told(self) -> Part:
         """What this part of a training leaves to know of its data."""
         held_out = as_told(self.held_out, self.samples, self.options)
-        return {name: self.fingerprint.get(name) for name in DATA} | ({HELD_OUT: held_out} if held_out else {})
+        told = {name: self.fingerprint.get(name) for name in DATA} | {ASPECTS: dataset_aspects(self.samples)}
+        return told | ({HELD_OUT: held_out} if held_out else {})
 
     @property
     def may_have_seen(self) -> bool:
@@ -313,3 +314,15 @@ def dataset_digest(samples: Sequence[CachedSample]) -> str:
         for s in samples
     ]  # fmt: skip
     return digest(data)
+
+
+def dataset_aspects(samples: Sequence[CachedSample]) -> dict[str, Any]:
+    """What `dataset_digest` takes together, apart: by name a digest of each, and the number of the samples."""
+    shown = [replace(s, texts=(), empty=None) for s in samples]
+    asked = {
+        "samples": [[s.sample.name, *(entry.key for entry in s.entries)] for s in shown],
+        "captions": [[entry.key for entry in s.texts] for s in samples],
+        "empty prompt": [s.empty and s.empty.key for s in samples],
+        **{name: [getattr(s.sample.entry, name) for s in samples] for name in ("num_repeats", "batch_size", "is_reg")},
+    }
+    return {"number": len(samples)} | {name: digest(values) for name, values in asked.items()}

@@ -20,7 +20,7 @@ from wangen.generator.session import with_flag
 from wangen.generator.steps import Train
 from wangen.generator.table import options as flags_of
 from wangen.runtime.lora_folder import numbered, told_by
-from wangen.runtime.trained_on import DATA, HELD_OUT, Part, fingerprints
+from wangen.runtime.trained_on import ASPECTS, DATA, HELD_OUT, Part, fingerprints
 from wangen.runtime.training import checkpoint
 from wangen.runtime.training.adapter_config import start_flag
 from wangen.runtime.training.checkpoint import TrainingState
@@ -129,11 +129,14 @@ def changed_settings(plan: Plan, state: TrainingState) -> dict[str, str]:
     names = {*state.fingerprint, *new}
     if plan.options.train_mode == "full":  # states of earlier versions have them
         names -= SIZES_OF_ADAPTERS
-    return {
+    found = {
         name: _difference(name, old.get(name), new.get(name))
         for name in sorted(names)
         if old.get(name) != new.get(name)
     }
+    if "dataset" in found:
+        found["dataset"] = _other_data(state.facts.get(TOLD, {}).get(ASPECTS, {}), plan.told[ASPECTS])
+    return found
 
 
 def compared(plan: Plan, state: TrainingState, changed: Mapping[str, str], num_processes: int) -> TrainingState:
@@ -243,11 +246,18 @@ def _same_batches(state: TrainingState, changed: Mapping[str, str], num_processe
 
 
 def _difference(name: str, old: Any, new: Any) -> str:
-    if name == "dataset":
-        return "other samples, captions, num_repeats, batch_size or is_reg"
     if name.startswith(("dit", "network_weights")) or name == "base_weights":
         return "another file"
     return f"{old} -> {new}"
+
+
+def _other_data(old: Mapping[str, Any], new: Mapping[str, Any]) -> str:
+    """What of the dataset is other now, as far as a state tells; where samples are, all the rest is in their order."""
+    if not old:
+        return "other samples, captions, num_repeats, batch_size or is_reg"
+    if old["samples"] != new["samples"]:
+        return f"other samples ({old['number']} -> {new['number']})"
+    return f"other {', '.join(name for name, value in new.items() if old.get(name) != value)}"
 
 
 def leave_as_it_is(plan: Plan, state: TrainingState, changed: Mapping[str, str]) -> None:
