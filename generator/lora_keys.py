@@ -239,8 +239,10 @@ def is_of_qwen(modules: Iterable[str]) -> bool:
 
     >>> is_of_qwen(["proj_out", "transformer_blocks.0.attn.to_q"]), is_of_qwen(["proj_out", "blocks.0.attn1.to_q"])
     (True, False)
+    >>> is_of_qwen(["proj_out", "img_in"])
+    True
     """
-    return any(map(QWEN_BLOCK.fullmatch, modules))
+    return any(module in QWEN_OUTER_MODULES or QWEN_BLOCK.fullmatch(module) for module in modules)
 
 
 def module_names(layout: Layout, module: str, *, qwen: bool = False) -> tuple[str, str, str]:

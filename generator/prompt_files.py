@@ -87,7 +87,7 @@ def parse_line(line: str, where: str = "") -> dict[str, Any]:
     prompt, *parts = _OPTION.split(f" {line.strip()}")
     values: dict[str, Any] = {"prompt": prompt.strip()}
     for part in parts:
-        name, _, value = part.partition(" ")
+        name, value = (*part.split(maxsplit=1), "")[:2]
         key = OPTIONS.get(name.lower())
         if name.lower() in ELSEWHERE:
             raise UsageError(f"--{name}: {ELSEWHERE[name.lower()]}", where=where, cure="leave it out")

@@ -22,6 +22,7 @@ log = logging.getLogger("wangen")
 SAMPLERS: tuple[Literal["unipc", "dpm++", "euler"], ...] = ("unipc", "dpm++", "euler")
 MAX_STEPS = 1000
 MAX_SIDE_PX = 1 << 14
+SIZE_480P = 832 * 480
 MAX_FRAMES = (1 << 14) - 3  # 4n+1
 MAX_SEED = 2**63 - 1
 
@@ -90,7 +91,7 @@ def defaults_of(model: Model) -> dict[str, Any]:
     high = model.experts.guidance_high_noise if model.experts else None
     own = {**DEFAULTS, "fps": model.fps, "guidance_scale_high_noise": high, "image_path": None,
            "control_image_path": (), "background_color": WHITE}  # fmt: skip
-    if model.shift:
+    if model.shift or model.shift_480p:
         own["flow_shift"] = None  # it depends on the size
     if model.condition == "controls":
         own["video_size"] = None  # that of the last control image
@@ -122,6 +123,8 @@ def read_prompts(
     """
     defaults = defaults_of(model) if defaults is None else defaults
     found = list(entries(path, flag))
+    if flag == "--prompt_file":  # in the files of musubi-tuner's generate scripts --g and --l are the same
+        found = [(where, _without_g(values)) for where, values in found]
     prompts = [make_prompt(values, model, seed, defaults, where=where, folder=path.parent) for where, values in found]
     for where, values in found if tell else ():
         for line in _unread(values, model):
@@ -129,6 +132,12 @@ def read_prompts(
     if not prompts:
         raise UsageError("there is no prompt in this file", where=str(path), cure="write one prompt per line")
     return prompts
+
+
+def _without_g(values: Mapping[str, Any]) -> dict[str, Any]:
+    """The values with guidance under its one name."""
+    others = {name: value for name, value in values.items() if name != "guidance_scale"}
+    return {"cfg_scale": values["guidance_scale"], **others} if "guidance_scale" in values else others
 
 
 def _unread(values: Mapping[str, Any], model: Model) -> list[str]:
@@ -164,8 +173,7 @@ def make_prompt(
     height, width = (_side(values, name, side, step_px, where) for name, side in (("height", height), ("width", width)))
     shift = defaults["flow_shift"]
     if shift is None:
-        assert model.shift is not None, "of other models it has a number"
-        shift = model.shift.at((height // step_px) * (width // step_px))
+        shift = _shift(model, height, width, step_px)
     least_steps = 2 if model.shift else 1  # a schedule that is stretched to its end has two ends
     guidance = _number(values, "cfg_scale", defaults["guidance_scale"], where)
     high = defaults["guidance_scale_high_noise"]
@@ -187,6 +195,14 @@ def make_prompt(
         controls=controls,
         background=color(defaults["background_color"], "--background_color"),
     )
+
+
+def _shift(model: Model, height: int, width: int, step_px: int) -> float:
+    """The schedule's shift at a size in pixels, of models where it depends on it."""
+    if model.shift:
+        return model.shift.at((height // step_px) * (width // step_px))
+    assert model.shift_480p is not None, "of other models it has a number"
+    return model.shift_480p if height * width <= SIZE_480P else float(DEFAULTS["flow_shift"])
 
 
 def _words(values: Mapping[str, Any], key: str, default: str, where: str) -> str:

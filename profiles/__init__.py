@@ -243,6 +243,7 @@ class Model:
         max_controls: control images that it takes at most.
         prompt: how its text encoder is asked, where that is a language model.
         shift: of its sampler, where it depends on the picture.
+        shift_480p: of its sampler for up to 832x480 pixels, where it is another one than above.
         transformer: sizes of the transformer, or of each expert.
         experts: where the model has two transformers, how they share the work; `dit` is then the low-noise one.
         weights: the files it needs.
@@ -268,6 +269,7 @@ class Model:
     max_controls: int = 0
     prompt: Prompt | None = None
     shift: DynamicShift | None = None
+    shift_480p: float | None = None
     transformer: TransformerSizes
     experts: Experts | None = None
     weights: tuple[Weights, ...]

@@ -102,6 +102,11 @@ def without_numbers(weight: AdapterWeight) -> AdapterWeight:
     return replace(weight, factors={name: factor.to("meta") for name, factor in weight.factors.items()}, magnitude=None)
 
 
+def is_dora(adapter: Mapping[str, AdapterWeight]) -> bool:
+    """Whether it scales the rows of what it changes."""
+    return any(weight.magnitude is not None for weight in adapter.values())
+
+
 def read_adapter(path: Path, flag: str = "--network_weights") -> Adapter:
     """A LoRA, DoRA, LoHa or LoKr of the ComfyUI, kohya/musubi, diffusers or peft layout, told apart key by key.
 

@@ -118,7 +118,7 @@ def convert(
     if original.lora is None:
         made = {layout: _make_adapter(original, layout, wanted) for layout in layouts}
     else:
-        made = {layout: _make(original, original.lora, layout, wanted) for layout in layouts}
+        made = {layout: _make(original, original.lora, layout, wanted, folder=folder) for layout in layouts}
     require_space(files[layouts[0]], sum(content.num_bytes for content in made.values()))
     for layout, target in files.items():
         write(target, made[layout].tensors, made[layout].metadata)
@@ -170,15 +170,19 @@ def _make_adapter(original: _Original, layout: Layout, dtype: torch.dtype | None
         wanted = layout in ("comfyui", "kohya")
         if wanted != for_comfyui and (wanted or first.over_base):
             raise UsageError(f"a DoRA's magnitudes for {layout} need the weights of its base", cure=cure)
-    own = next(iter(first.factors.values())).dtype
+    dtypes = {factor.dtype for weight in original.adapter.values() for factor in weight.factors.values()}
+    own = dtypes.pop() if len(dtypes) == 1 else torch.float32  # which loses nothing of any
     tensors = name_adapter(original.adapter, layout, dtype or own)
     words = "in the first factor where the layout has none, the scale of the product is the same"
     return _Made(tensors, _metadata(original, layout, words), "")
 
 
-def _make(original: _Original, lora: Lora, layout: Layout, dtype: torch.dtype | None) -> _Made:
+def _make(original: _Original, lora: Lora, layout: Layout, dtype: torch.dtype | None, *, folder: bool) -> _Made:
     """One layout's file of a plain LoRA."""
     stored = as_stored(lora, layout, dtype)
+    if layout == "peft" and not folder and any(weight.alpha != weight.rank for weight in stored.values()):
+        raise UsageError("a peft file cannot tell the alpha that float8 needs",
+                         cure="name a folder, which gets an adapter_config.json, or give --dtype bfloat16")  # fmt: skip
     fields = lora_fields(stored)
     folded = any(weight.alpha != lora[name].alpha for name, weight in stored.items())
     words = "changed with the matrices, the scale of their product is the same" if folded else "kept"

@@ -97,14 +97,15 @@ def as_stored(lora: Mapping[str, LoraWeight], layout: Layout, dtype: torch.dtype
     Kohya files carry alpha. In the other layouts the scale is multiplied into `up`, so that every reader, those that
     know `.alpha` beside `lora_A` and those that do not, finds the same change of the weights. Scales that are powers
     of two (alpha 16, rank 32) lose nothing by it: see `_with_scale`. Only float8 has too small a range for that: see
-    `_fill_float8`.
+    `_fill_float8`; what comes from float8 gets factors of usual sizes again in every layout.
 
     Raises:
         WangenError: a number that the dtype cannot hold.
     """
     float8 = torch.float8_e4m3fn
     eight = dtype == float8 or (dtype is None and any(weight.up.dtype == float8 for weight in lora.values()))
-    exact = _fill_float8(lora) if eight else lora if layout == "kohya" else _folded(lora, dtype)
+    keeps = layout == "kohya" and not any(weight.down.itemsize == 1 for weight in lora.values())
+    exact = _fill_float8(lora) if eight else lora if keeps else _folded(lora, dtype)
     return {
         name: LoraWeight(
             cast(exact[name].down, dtype or weight.down.dtype, name),

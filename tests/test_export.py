@@ -229,6 +229,19 @@ def test_float8_keeps_small_numbers_by_moving_alpha(tmp_path: Path):
     assert names["diffusion_model.blocks.0.self_attn.q.alpha"].dtype == torch.float32
 
 
+def test_a_peft_file_is_refused_where_it_could_not_tell_the_alpha(tmp_path: Path, capsys):
+    """Also where the float8 is that of the file."""
+    eight = tmp_path / "eight.safetensors"
+    lora = convert(LORAS["t2v21"], eight, "--layout", "kohya", "--dtype", "fp8")
+    for words in (["peft"], ["comfyui", "peft"]):
+        with pytest.raises(AssertionError):
+            convert(eight, tmp_path / "out.safetensors", "--layout", *words)
+        assert "a peft file cannot tell the alpha that float8 needs" in capsys.readouterr().err
+        assert not list(tmp_path.glob("out*"))
+    same_change(convert(eight, tmp_path / "folder", "--layout", "peft"), lora, 0.0)
+    same_change(convert(eight, tmp_path / "out.safetensors", "--layout", "peft", "--dtype", "float32"), lora, 0.0)
+
+
 def test_float16_keeps_its_digits_where_the_scale_is_small(tmp_path: Path):
     """In `up` alone, a scale of 2^-7 would leave numbers of 1e-4 hardly a digit."""
     torch.manual_seed(0)

@@ -114,6 +114,16 @@ def test_what_is_for_plain_loras_is_refused(tmp_path, capsys, kind, words):
     assert "is for plain LoRAs" in capsys.readouterr().err
 
 
+def test_of_several_precisions_none_is_rounded(tmp_path):
+    tensors = name_adapter(adapter_of("loha"), "kohya", torch.float32)
+    first = next(name for name in tensors if not name.endswith("alpha"))
+    tensors[first] = tensors[first].bfloat16()
+    save_file(tensors, tmp_path / "a.safetensors")
+    assert export(tmp_path / "a.safetensors", tmp_path / "b.safetensors", "--layout", "kohya") == 0
+    made = load_file(tmp_path / "b.safetensors")
+    assert all(torch.equal(made[name], value.float()) for name, value in tensors.items())
+
+
 def test_the_precision_is_kept_or_the_one_asked_for_and_the_metadata_stay(tmp_path):
     tensors = name_adapter(adapter_of("loha"), "kohya", torch.bfloat16)
     save_file(tensors, tmp_path / "a.safetensors", {"modelspec.title": "cats", "sshs_model_hash": "00"})

@@ -58,6 +58,16 @@ def test_what_is_there_is_kept_and_no_model_is_loaded(tiny_run, lora, tmp_path, 
     assert read_tree(tmp_path / "out") == before
 
 
+@pytest.mark.parametrize("kernel", ["flash", "xformers", "sage"])
+def test_what_a_kernel_made_that_took_the_place_of_another_is_kept(tiny_run, tmp_path, monkeypatch, kernel):
+    """None of them runs on a CPU."""
+    options = options_for(tiny_run, tmp_path, attention=kernel)
+    first = generate.run(options)
+    no_model(monkeypatch)
+    assert generate.run(options).result["files"] == first.result["files"]
+    assert generate.run(replace(options, attention="sdpa")).counts["kept"] == 1
+
+
 def test_only_what_is_missing_is_made_and_is_the_same(tiny_run, tmp_path, caplog):
     options = options_for(tiny_run, tmp_path, num_videos=3)
     generate.run(options)

@@ -250,7 +250,8 @@ def test_float8_is_filled_up_to_its_largest_number_and_left_for_another_dtype():
     (stored,) = eight.values()
     assert stored.down.float().max() == 448
     assert torch.equal(stored.scale * stored.up.float() @ stored.down.float(), torch.full((4, 4), 1.75 * 2**-21))
-    for layout in ("comfyui", "diffusers"):
+    for layout in ("comfyui", "diffusers", "kohya"):
         (again,) = as_stored(eight, layout, torch.bfloat16).values()
         assert again.alpha == again.rank, "diffusers' layout has no place for another"
+        assert again.down.max() < 1, "of a usual size, which float16 can multiply"
         same_change({"a": again}, {"a": stored}, 0.0)

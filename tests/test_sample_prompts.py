@@ -52,6 +52,29 @@ def test_what_a_prompt_does_not_say_is_the_models_own(tmp_path):
     assert (five.width, five.height, five.frames, five.fps) == (1280, 704, 121, 24)
 
 
+def test_in_the_files_of_generate_two_options_are_guidance(tmp_path, caplog):
+    """musubi-tuner's generate scripts take --g for --l; its training takes --g for what HunyuanVideo has."""
+    path = write(tmp_path, "a.txt", "A cat --g 2.5\nA dog --g 2 --l 3\n")
+    assert [one.guidance for one in read_prompts(path, T2V, 42, flag="--prompt_file")] == [2.5, 3.0]
+    assert not caplog.text
+    assert [one.guidance for one in read_prompts(path, T2V, 42)] == [5.0, 3.0]
+    assert caplog.text.count("--g is HunyuanVideo's embedded guidance") == 2
+
+
+def test_any_blank_stands_between_an_option_and_its_value(tmp_path):
+    (found,) = read_prompts(write(tmp_path, "a.txt", "A cat\t--w\t832 --h\u00a0480 --n  blurry"), T2V, 42)
+    assert (found.width, found.height, found.negative_prompt, found.prompt) == (832, 480, "blurry", "A cat")
+
+
+@pytest.mark.parametrize(("sizes", "shift"), [("", 3.0), ("--w 480 --h 832", 3.0), ("--w 1280 --h 720", 5.0),
+                                              ("--w 1280 --h 720 --fs 4", 4.0)])  # fmt: skip
+def test_the_shift_of_image_to_video_depends_on_the_size(tmp_path, sizes, shift):
+    Image.new("RGB", (8, 8)).save(tmp_path / "i.png")
+    line = f"A cat --i {(tmp_path / 'i.png').as_posix()} {sizes}"
+    assert read_prompts(write(tmp_path, "a.txt", line), I2V, 42)[0].shift == shift
+    assert read_prompts(write(tmp_path, "b.txt", f"A cat {sizes}"), T2V, 42)[0].shift == (4.0 if shift == 4 else 5.0)
+
+
 def test_a_subset_wins_over_what_all_share(tmp_path):
     path = write(
         tmp_path,

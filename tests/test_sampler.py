@@ -92,6 +92,18 @@ def test_a_dora_adds_up_with_others_in_any_order(tiny_run, loras, tmp_path):
     assert not any(torch.allclose(wanted, one, atol=1e-4) for one in alone)
 
 
+@pytest.mark.parametrize("plain", [False, True])
+def test_a_dora_adds_up_with_one_of_another_kind_in_any_order(tiny_run, loras, tmp_path, plain):
+    """Adapters of other kinds lie above those that were put on before them."""
+    train.run(tiny_run.options(tmp_path, max_train_steps=2, learning_rate=1e-2, network_module="lokr", lokr_factor=4))
+    tiny = tiny_task("t2v-1.3B", tiny_run, tmp_path)
+    scene, both = scene_of(tiny), [Lora("lokr", tmp_path / "lora.safetensors"), Lora("dora", loras["dora"])]
+    one, other = (sampler_of(tiny, *order, plain=plain).latents(scene) for order in (both, both[::-1]))
+    assert torch.equal(one, other)
+    for lora in both:
+        assert not torch.allclose(one, sampler_of(tiny, lora, plain=plain).latents(scene), atol=1e-4)
+
+
 @pytest.mark.parametrize(("task", "changes"), [("t2v-1.3B", {}), ("t2v-A14B", {"blocks_to_swap": 1})])
 def test_the_weights_go_with_the_sampler(tiny_run, loras, tmp_path, task, changes):
     """Before the next one loads, and not once Python looks for circles."""

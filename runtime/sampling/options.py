@@ -20,8 +20,9 @@ from wangen.generator.lora_config import lora_file
 from wangen.generator.sample_prompts import MAX_SEED, SamplePrompt, defaults_of, make_prompt, read_prompts
 from wangen.generator.steps import Generate
 from wangen.profiles import Model
-from wangen.runtime.adapters import read_adapter
-from wangen.runtime.devices import choose_dtype, require_compiler
+from wangen.runtime.adapters import is_dora, read_adapter
+from wangen.runtime.devices import DTYPES, choose_dtype, require_compiler
+from wangen.runtime.fast.attention import choose_kernel
 from wangen.runtime.lora import nothing_matches, require_size
 from wangen.runtime.lora_folder import find_lora, has_lora
 from wangen.runtime.memory.blocks import in_a_block
@@ -67,6 +68,7 @@ def resolved(options: Generate, model: Model, device: torch.device) -> Generate:
     if options.dit_high_noise and not high_noise:  # a run's folder has a LoRA of each
         found = [pair for pair in zip(options.lora_weight, multipliers, strict=True) if has_lora(pair[0], "high_noise")]
         high_noise, high_multipliers = tuple(path for path, _ in found), tuple(number for _, number in found)
+    dtype, kernel = choose_dtype(options.dtype, device), options.attention or "auto"
     changes: dict[str, Any] = {
         "task": model.name,
         "seed": DEFAULT_SEED if options.seed is None else options.seed,
@@ -77,8 +79,8 @@ def resolved(options: Generate, model: Model, device: torch.device) -> Generate:
             find_lora(path, "--lora_weight_high_noise", "high_noise") for path in high_noise
         ),
         "lora_multiplier_high_noise": high_multipliers or (1.0,) * len(high_noise),
-        "attention": options.attention or "auto",
-        "dtype": choose_dtype(options.dtype, device),
+        "attention": kernel if options.plain else _kernel(kernel, device, dtype),
+        "dtype": dtype,
         "t5_dtype": choose_dtype(options.t5_dtype, device),
         "fp8_t5": bool(options.fp8_t5),
         "quantize": options.quantize or "none",
@@ -90,6 +92,13 @@ def resolved(options: Generate, model: Model, device: torch.device) -> Generate:
     options = replace(options, **changes)
     _refuse_beside_plain(options, model)
     return options
+
+
+def _kernel(name: str, device: torch.device, dtype: str) -> str:
+    """The attention kernel that decides the pixels: where one does not run here, what takes its place."""
+    if name in ("auto", "sdpa"):
+        return name
+    return choose_kernel(name, device, DTYPES[dtype], backward=False).name
 
 
 def prompts_of(options: Generate, model: Model) -> list[SamplePrompt]:
@@ -232,13 +241,13 @@ def _refuse_lora(path: Path, flag: str, transformer: Header, strength: float) ->
     for module, weight in adapter.items():
         if module in weights:
             require_size(module, weight, weights[module].shape, str(file))
-    is_dora = any(weight.magnitude is not None for weight in adapter.values())
-    if strength not in (0, 1) and is_dora:
+    dora = is_dora(adapter)
+    if strength not in (0, 1) and dora:
         raise UsageError(f"a DoRA at strength {strength:g}", where=str(file),
                          cure="give it the strength 1: it scales whole weights")  # fmt: skip
     if warning := lora_of_the_other(path, flag, "high" if flag.endswith("high_noise") else "low"):
         log.warning("  %s", warning)
-    return is_dora
+    return dora
 
 
 def files_of(options: Generate, prompts: Sequence[SamplePrompt]) -> list[Path]:

@@ -6,10 +6,10 @@ It holds no paths: what it was made with is given on the command line, and compa
 
 import hashlib
 import logging
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from importlib.metadata import version
-from itertools import chain
+from itertools import chain, zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -148,8 +148,7 @@ def compare(options: Generate, told: Mapping[str, Any], found: Mapping[str, Any]
     if options.prompt_file is None:
         if told.get("image") != own["image"]:
             changed.append(_changed("--image_path", told.get("image"), own["image"]))
-        if (before := told.get("controls", [])) != (now := own.get("controls", [])):
-            changed.append(_changed("--control_image_path", " ".join(before), " ".join(now)))
+        changed += _pairs("--control_image_path", told.get("controls", []), own.get("controls", []))
     if changed and not options.changed:
         listed = "\n".join(f"  - {line}" for line in changed)
         raise WangenError(f"--from: the file was made with others\n{listed}", where=str(options.repeat),
@@ -174,11 +173,13 @@ def _differences(told: Mapping[str, Any], found: Mapping[str, Any]) -> list[str]
         if before.get(name) != now.get(name)
     ]
     for key, flag in LORAS.items():
-        pairs = list(told.get(key, [])), found[key]
-        length = max(map(len, pairs))
-        first, second = ([*items, *[None] * (length - len(items))] for items in pairs)
-        changed += [_changed(f"--{flag}", *pair) for pair in zip(first, second, strict=True) if pair[0] != pair[1]]
+        changed += _pairs(f"--{flag}", told.get(key, []), found[key])
     return changed
+
+
+def _pairs(flag: str, before: Sequence[str], now: Sequence[str]) -> list[str]:
+    """The files of a flag, by their digests, that are others in one place of two lists or the other."""
+    return [_changed(flag, *pair) for pair in zip_longest(before, now) if pair[0] != pair[1]]
 
 
 def _changed(flag: str, before: str | None, now: str | None) -> str:

@@ -25,7 +25,7 @@ from wangen.generator import headers
 from wangen.generator.errors import UsageError, many
 from wangen.profiles import Model
 from wangen.runtime.adapter_layers import apply_adapter
-from wangen.runtime.adapters import read_adapter
+from wangen.runtime.adapters import Adapter, is_dora, read_adapter
 from wangen.runtime.denoising import Velocity
 from wangen.runtime.devices import DTYPES, enough_memory, set_attention
 from wangen.runtime.fast.dit_blocks import lay_resident_groups
@@ -250,8 +250,10 @@ class Sampler:
             headers.shards(weights.dit, weights.flag)[0], dtype=dtype, device=device if goes_over else "cpu",
             quantize=settings.quantize, pack_on=device,
         )  # fmt: skip
-        for lora in weights.loras:
-            _put_on(transformer, lora)
+        adapters = [(lora, read_adapter(lora.path, "--lora_weight")) for lora in weights.loras]
+        # A DoRA's magnitudes scale what lies below them, and adapters of other kinds lie above those before them.
+        for lora, adapter in sorted(adapters, key=lambda pair: not is_dora(pair[1])):
+            _put_on(transformer, lora, adapter)
         if self._takes_turns and not settings.plain:
             lay_resident_groups(transformer, settings.blocks_to_swap)
         place = BlockSwap(transformer, settings.blocks_to_swap, device, parked=self._takes_turns)
@@ -273,9 +275,9 @@ class _Loaded:
     attention: str
 
 
-def _put_on(transformer: Any, lora: Lora) -> None:
+def _put_on(transformer: Any, lora: Lora, adapter: Adapter) -> None:
     """Add a LoRA. It is marked as trained, so that block swap leaves it on the device, where it is read early."""
-    left_out = apply_adapter(transformer, read_adapter(lora.path, "--lora_weight"), name=lora.name)
+    left_out = apply_adapter(transformer, adapter, name=lora.name)
     for layer in adapter_layers(transformer).values():
         frozen = {id(parameter) for parameter in layer.get_base_layer().parameters()}
         for parameter in layer.parameters():

@@ -23,7 +23,7 @@ from wangen.generator.headers import read_header
 from wangen.generator.lora_keys import Layout, adapter_key, is_of_qwen, module_name
 from wangen.generator.steps import Train
 from wangen.runtime.adapter_layers import change_of, parts_of
-from wangen.runtime.adapters import Adapter, AdapterWeight, plain_lora, read_adapter
+from wangen.runtime.adapters import Adapter, AdapterWeight, is_dora, plain_lora, read_adapter
 from wangen.runtime.lora import as_stored, cast, described, name_tensors, needs_description
 from wangen.runtime.safetensors_file import write_if_other
 from wangen.runtime.training.adapter import FIRST_FACTORS
@@ -97,7 +97,7 @@ def save(
 
 def has_dora_scale(adapter: Mapping[str, AdapterWeight], layout: Layout) -> bool:
     """Whether a layout's file has `dora_scale`, which ComfyUI reads."""
-    return layout in ("comfyui", "kohya") and any(weight.magnitude is not None for weight in adapter.values())
+    return layout in ("comfyui", "kohya") and is_dora(adapter)
 
 
 def name_adapter(adapter: Adapter, layout: Layout, dtype: torch.dtype) -> dict[str, torch.Tensor]:

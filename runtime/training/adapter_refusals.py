@@ -13,7 +13,7 @@ from wangen.generator.errors import UsageError, many, some
 from wangen.generator.formats import TensorInfo
 from wangen.generator.kinds import expect
 from wangen.generator.steps import Train
-from wangen.runtime.adapters import Adapter, AdapterWeight, read_adapter, without_numbers
+from wangen.runtime.adapters import Adapter, AdapterWeight, is_dora, read_adapter, without_numbers
 from wangen.runtime.training.adapter_config import (
     PRESETS,
     changeable_weights,
@@ -81,7 +81,7 @@ class _File:
     def read(cls, path: Path, flag: str) -> "_File":
         """Read and judged whole, so that a damaged one is found before a model loads; only the shapes are kept."""
         adapter = read_adapter(path, flag)
-        dora = any(weight.magnitude is not None for weight in adapter.values())
+        dora = is_dora(adapter)
         return cls(path, flag, {module: without_numbers(weight) for module, weight in adapter.items()}, dora)
 
     def refused(self, found: str, cure: str) -> UsageError:
