@@ -218,8 +218,7 @@ class DynamicShift:
 
 
 Condition = Literal["text", "image", "first_and_last", "text_or_image", "controls"]
-"""What is made from what: from a text alone, also from the first frame, also from both ends, from the first frame if
-there is one, or from a text and control images, which are edited."""
+"""What is made from what: a text, also the first frame, also both ends, the first frame if given, or control images."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -242,8 +241,7 @@ class Model:
         lora_targets: regular expression over diffusers' module names.
         max_controls: control images that it takes at most.
         prompt: how its text encoder is asked, where that is a language model.
-        shift: of its sampler, where it depends on the picture.
-        shift_480p: of its sampler for up to 832x480 pixels, where it is another one than above.
+        shift, shift_480p: of its sampler, where it grows with the picture, or is another up to 832x480 pixels.
         transformer: sizes of the transformer, or of each expert.
         experts: where the model has two transformers, how they share the work; `dit` is then the low-noise one.
         weights: the files it needs.

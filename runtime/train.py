@@ -36,7 +36,7 @@ from wangen.runtime.sources import digest_file
 from wangen.runtime.training import checkpoint
 from wangen.runtime.training.announcing import announce
 from wangen.runtime.training.checkpoint import TrainingState
-from wangen.runtime.training.facts import BEFORE, FIRST_LOSS, LAST_LOSS, LOOKED, SCHEDULE_FREE, TOLD
+from wangen.runtime.training.facts import BEFORE, FIRST_LOSS, LAST_LOSS, LOOKED, SCHEDULE_FREE
 from wangen.runtime.training.loading import is_crowded, load_trainee, require_room
 from wangen.runtime.training.out_of_memory import enough_memory_for, enough_memory_for_steps
 from wangen.runtime.training.parallel import chosen_way, in_parts, mesh_of, require_parallel
@@ -252,11 +252,11 @@ def _prepare(
     }
     ranks.require_same("weights", sums)
     if state:
-        training.facts = {**state.facts, TOLD: plan.told}
+        training.facts = {**state.facts, **plan.facts}
         if state.folder and state.folder.parent.resolve() == plan.states.resolve():
             training.saved_step = state.step
     else:
-        training.facts = {TOLD: plan.told} | ({BEFORE: plan.trained_before} if plan.trained_before else {})
+        training.facts = plan.facts | ({BEFORE: plan.trained_before} if plan.trained_before else {})
     if plan.options.fresh and not state:
         training.facts |= begun_by(ranks.launch)
         if ranks.is_first:

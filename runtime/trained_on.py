@@ -18,9 +18,6 @@ HELD_OUT = "held_out"
 """In a part, and in a state's facts: `draws`, a number for each item that is held out, by the seed and its content, and
 `lowest`, whether all files whose numbers are below the last one are among them."""
 
-ASPECTS = "aspects"
-"""In a part: what `dataset` is a digest of, apart, for words on what changed."""
-
 Part = Mapping[str, Any]
 
 

@@ -20,7 +20,8 @@ from wangen.runtime.cache import digest
 from wangen.runtime.epochs import EpochSampler
 from wangen.runtime.loader import CachedSample
 from wangen.runtime.samples import Sample
-from wangen.runtime.trained_on import ASPECTS, DATA, HELD_OUT, Part, may_have_seen
+from wangen.runtime.trained_on import DATA, HELD_OUT, Part, may_have_seen
+from wangen.runtime.training.facts import ASPECTS, TOLD
 from wangen.runtime.training.held_out import as_told
 from wangen.runtime.training.schedules import depends_on_length, make_schedule
 from wangen.runtime.training.timesteps import (
@@ -112,8 +113,12 @@ class Plan:
     def told(self) -> Part:
         """What this part of a training leaves to know of its data."""
         held_out = as_told(self.held_out, self.samples, self.options)
-        told = {name: self.fingerprint.get(name) for name in DATA} | {ASPECTS: dataset_aspects(self.samples)}
-        return told | ({HELD_OUT: held_out} if held_out else {})
+        return {name: self.fingerprint.get(name) for name in DATA} | ({HELD_OUT: held_out} if held_out else {})
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        """What its states say of its data."""
+        return {TOLD: self.told, ASPECTS: dataset_aspects(self.samples)}
 
     @property
     def may_have_seen(self) -> bool:

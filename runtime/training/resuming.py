@@ -20,12 +20,22 @@ from wangen.generator.session import with_flag
 from wangen.generator.steps import Train
 from wangen.generator.table import options as flags_of
 from wangen.runtime.lora_folder import numbered, told_by
-from wangen.runtime.trained_on import ASPECTS, DATA, HELD_OUT, Part, fingerprints
+from wangen.runtime.trained_on import DATA, HELD_OUT, Part, fingerprints
 from wangen.runtime.training import checkpoint
 from wangen.runtime.training.adapter_config import start_flag
 from wangen.runtime.training.checkpoint import TrainingState
-from wangen.runtime.training.facts import BEFORE, BEST_SO_FAR, JOB, ORIGIN, SLURM_JOB, TOLD, VALIDATION, VALIDATION_BASE
-from wangen.runtime.training.plan import SIZES_OF_ADAPTERS, Plan
+from wangen.runtime.training.facts import (
+    ASPECTS,
+    BEFORE,
+    BEST_SO_FAR,
+    JOB,
+    ORIGIN,
+    SLURM_JOB,
+    TOLD,
+    VALIDATION,
+    VALIDATION_BASE,
+)
+from wangen.runtime.training.plan import SIZES_OF_ADAPTERS, Plan, dataset_aspects
 from wangen.runtime.training.timesteps import HIGH, LOW
 
 log = logging.getLogger("wangen")
@@ -135,7 +145,7 @@ def changed_settings(plan: Plan, state: TrainingState) -> dict[str, str]:
         if old.get(name) != new.get(name)
     }
     if "dataset" in found:
-        found["dataset"] = _other_data(state.facts.get(TOLD, {}).get(ASPECTS, {}), plan.told[ASPECTS])
+        found["dataset"] = _other_data(state.facts.get(ASPECTS, {}), dataset_aspects(plan.samples))
     return found
 
 
