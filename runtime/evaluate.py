@@ -45,7 +45,7 @@ from wangen.runtime.evaluation.tables import (
     sources_of,
     whole,
 )
-from wangen.runtime.evaluation.trained import given_frames, said_of, trained_sources
+from wangen.runtime.evaluation.trained import doubted_sources, given_frames, said_of, trained_sources
 from wangen.runtime.evaluation.videos import describe, make, plan_videos, usual_motion, with_loras
 from wangen.runtime.evaluation.warnings import forgotten, warnings_of
 from wangen.runtime.evaluation_file import BASE, FILE, Evaluation, Memorisation, Row, Video, write_evaluation
@@ -87,6 +87,7 @@ class Judged:
         forgetting: items outside of what was trained.
         training: items that were trained on.
         trained: digests of files that were trained on, those that the checkpoints' headers tell among them.
+        doubted: of files that may have been, for the dataset has changed.
         prompts: activities and prompts of the videos.
     """
 
@@ -101,6 +102,7 @@ class Judged:
     forgetting: Sequence[CachedSample]
     training: Sequence[CachedSample]
     trained: set[str]
+    doubted: set[str]
     prompts: Sequence[tuple[str, SamplePrompt]] = ()
 
     @property
@@ -152,7 +154,7 @@ def run(options: Evaluate) -> Report:
         videos=videos,
         memorisation=copies,
     )
-    said = [*said_of(judged.held_out, judged.trained), *warnings_of(evaluation, base, others, groups)]
+    said = [*said_of(judged.held_out, judged.trained, judged.doubted), *warnings_of(evaluation, base, others, groups)]
     if judged.forgetting:
         said += forgotten(ranked[0].name, found["forgetting"], independent(judged.forgetting))
     evaluation = replace(evaluation, warnings=tuple(said))
@@ -203,6 +205,7 @@ def _prepare(options: Evaluate) -> Judged:
         forgetting=_items(training, model, options.forgetting_config),
         training=rest,
         trained={*sources_of(rest), *trained_sources(files, items, training, model)},
+        doubted=set() if told else doubted_sources(files, judged_by, items, training, model),
     )
     require_files(with_loras(sampling, candidates), model, judged.encoders if options.num_videos else None)
     if not options.num_videos:

@@ -119,6 +119,22 @@ def test_an_evaluation_outweighs_the_held_out_loss(tmp_path):
     assert "0.17000 where the base has 0.20000: 15 % lower" in found.because[0]
 
 
+@pytest.mark.parametrize(("name", "step", "level"), [("cats.safetensors", 6, "good"), ("cats.safetensors", 9, "unsure"),
+                                                     ("cats-step00000009.safetensors", 9, "good")])  # fmt: skip
+def test_an_evaluation_tells_of_the_files_as_they_were(tmp_path, name, step, level):
+    """Training went on, and wrote what was judged anew, or something beside it."""
+    folder = write_metrics(tmp_path, [step_line(6), step_line(9)])
+    write_evaluation(evaluation(), folder / "evaluation.json")
+    save_file({"a": torch.zeros(1)}, folder / name, {"ss_steps": str(step)})
+    found = verdict_of(folder)
+    assert (found.level, found.use) == (level, ("cats.safetensors",) if level == "good" else ())
+    went_on = "training went on to step 9 since: what came after step 6 was not judged"
+    assert (went_on in found.against) == ("step" in name)
+    assert ("step 6 was judged at step 6 and is of step 9 now: run wangen evaluate" in found.headline) != (
+        level == "good"
+    )
+
+
 def test_what_speaks_against_the_best_checkpoint_is_said(tmp_path):
     worse = evaluation(
         forgetting=(Row("landscapes", 0.15, {"step 6": 0.18}),),

@@ -9,14 +9,19 @@ from types import SimpleNamespace
 import pytest
 from test_validation import cached, clips_of, digests
 
+from wangen import profiles
 from wangen.generator.errors import UsageError
 from wangen.generator.headers import read_header
 from wangen.runtime import train
+from wangen.runtime.evaluation.trained import doubted_sources, said_of, trained_sources
+from wangen.runtime.loader import find_entries
 from wangen.runtime.report.run_files import read_run
 from wangen.runtime.report.verdict import judge
+from wangen.runtime.samples import read_samples
 from wangen.runtime.trained_on import HELD_OUT, fingerprints, may_have_seen
-from wangen.runtime.training.held_out import MOST_TOLD, as_told, clip_key, held_out
+from wangen.runtime.training.held_out import MOST_TOLD, as_told, clip_key, doubted, held_out
 
+MODEL = profiles.model("t2v-1.3B")
 WORDS = "what is held out now may have been trained on before"
 
 
@@ -74,6 +79,25 @@ def test_what_was_in_a_regularisation_set_was_trained_on_however_low_its_number(
     assert may_have_seen(told, [before])
 
 
+def test_of_a_dataset_that_changed_what_was_held_out_or_added_is_no_doubt():
+    samples = [cached(f"content {number}") for number in range(20)]
+    before, trained, judged = part(samples)
+    assert doubted(judged, samples, before) == []
+    assert doubted(samples, samples, before) == trained
+    others = [cached(f"other {number}") for number in range(20)]
+    assert doubted(others, others, before) == [], "another dataset"
+    more = [*samples, *others]
+    _, _, now = part(more)
+    assert doubted(now, more, before) == []
+    beyond = [one for one in doubted(more, more, before) if one in others]
+    assert 0 < len(beyond) < len(others), "those of low numbers were not there"
+    fewer = [one for one in samples if one is not judged[0]]
+    (moved,) = doubted(part(fewer)[2], fewer, before)
+    assert moved in trained
+    reg = [*samples, cached("content 3", reg=True)]
+    assert set(map(clip_key, doubted(others, [*reg, *others], before))) == set(map(clip_key, others))
+
+
 def test_where_little_is_told_everything_may_have_been_seen():
     told, trained, judged = part([cached(f"content {number}") for number in range(20)])
     assert not may_have_seen(told, [told])
@@ -118,6 +142,14 @@ def test_a_run_that_goes_on_with_the_same_files_does_not_doubt_its_held_out_loss
     assert "trained on before" not in caplog.text
     for folder in ("run", "from"):
         assert not any("may have been trained on" in line for line in judge(read_run(tmp_path / folder, None)).against)
+    items = find_entries(more, MODEL, read_samples(more, MODEL))
+    old = tmp_path / "run" / "lora-kept-step00000002.safetensors"
+    assert trained_sources([old], items, more, MODEL) == set(), "of other repeats"
+    sources = doubted_sources([old], items, items, more, MODEL)
+    assert len(sources) == 2
+    (line,) = said_of(items, set(), sources)
+    assert line.startswith("2 files that are judged by may have been trained on, for the dataset has changed since")
+    assert doubted_sources([old], held_out(items, 1, more.seed)[1], items, more, MODEL) == set()
     train.run(replace(more, max_train_steps=6, validation_items=2))
     assert WORDS in caplog.text
     assert any("may have been trained on" in line for line in judge(read_run(tmp_path / "run", None)).against)

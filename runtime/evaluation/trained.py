@@ -18,7 +18,7 @@ from wangen.profiles import Model
 from wangen.runtime.evaluation.tables import sources_of
 from wangen.runtime.loader import CachedSample, find_entries
 from wangen.runtime.trained_on import fingerprints
-from wangen.runtime.training.held_out import held_out
+from wangen.runtime.training.held_out import doubted, held_out
 from wangen.runtime.training.plan import dataset_digest
 
 
@@ -35,14 +35,44 @@ def trained_sources(files: Iterable[Path], items: Sequence[CachedSample], traini
         WangenError: a LoRA cannot be read.
     """
     found: set[str] = set()
+    for part in _parts(files):
+        with suppress(ValueError, TypeError, KeyError):  # it is no fingerprint of a training
+            found |= _of_header(part, items, training, model)
+    return found
+
+
+def doubted_sources(
+    files: Iterable[Path], judged: Sequence[CachedSample], items: Sequence[CachedSample], training: Train, model: Model
+) -> set[str]:
+    """The digests of those media files among the judged that one of the LoRAs may have been trained on.
+
+    It tells of this dataset, since files of it were held out, but as it was then.
+
+    Args:
+        files: as for `trained_sources`.
+        judged: of the items, what is judged by.
+        items: likewise.
+        training: likewise.
+        model: likewise.
+
+    Raises:
+        WangenError: a LoRA cannot be read.
+    """
+    found: set[str] = set()
+    for part in _parts(files):
+        with suppress(ValueError, TypeError, KeyError):  # an older version's
+            if not _of_header(part, items, training, model):
+                found |= set(sources_of(doubted(judged, items, part)))
+    return found
+
+
+def _parts(files: Iterable[Path]) -> list[dict[str, Any]]:
+    """What the headers say of all parts of the trainings, each once."""
     parts: list[dict[str, Any]] = []
     for file in files:
         told = fingerprints(read_header(lora_file(file)).metadata)
         parts += [part for part in told if part not in parts]
-    for part in parts:
-        with suppress(ValueError, TypeError, KeyError):  # it is no fingerprint of a training
-            found |= _of_header(part, items, training, model)
-    return found
+    return parts
 
 
 def _of_header(
@@ -84,15 +114,20 @@ def given_frames(files: Iterable[Path]) -> int | None:
     return int(next(iter(found))) if found else None
 
 
-def said_of(items: Sequence[CachedSample], trained: set[str]) -> list[str]:
-    """The warning, where held-out items were trained on.
+def said_of(items: Sequence[CachedSample], trained: set[str], doubts: set[str]) -> list[str]:
+    """The warning, where held-out items were trained on, or may have been.
 
     Args:
         items: that are judged by.
         trained: digests of files that were trained on.
+        doubts: of files that may have been.
     """
     names = {item.sample.source.digest: item.sample.item.path.name for item in items}
     both = sorted(names[digest] for digest in names.keys() & trained)
+    if not both and doubts:
+        number = many(len(doubts), "file that is judged by", "files that are judged by")
+        return [f"{number} may have been trained on, for the dataset has changed since: give --validation_items and "
+                "--seed as in training, or a dataset that was not trained on"]  # fmt: skip
     if not both:
         return []
     if len(both) == len(names):

@@ -1,7 +1,7 @@
 """Whether the LoRA is good and which checkpoint to use: by an evaluation, else by held-out loss, else unknown."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from statistics import NormalDist
 from typing import Any, Literal
 
@@ -42,7 +42,7 @@ class Verdict:
 def judge(run: RunFiles) -> Verdict:
     """The verdict on a run."""
     if run.evaluation:
-        return _by_evaluation(run.evaluation)
+        return _as_it_is_now(_by_evaluation(run.evaluation), run, run.evaluation)
     judged = list(filter(None, (_judge_expert(run, expert) for expert in experts_of(run.records))))
     return _by_validation(judged, run) if judged else _unknown(run)
 
@@ -79,6 +79,21 @@ def _by_evaluation(found: Evaluation) -> Verdict:
     against = [*_against(found, best.name), *_later_is_worse(found)]
     use = file_names(best) if level != "bad" and best.mean_loss < found.mean_base else ()
     return Verdict(level, headline, use, f"the evaluation of {_checkpoints(found)}", tuple(because), tuple(against))
+
+
+def _as_it_is_now(verdict: Verdict, run: RunFiles, found: Evaluation) -> Verdict:
+    """The verdict of an evaluation after which training may have gone on, and written the best LoRA anew."""
+    steps = {lora.file.name: lora.step for lora in run.loras if not lora.expert and lora.step is not None}
+    best, judged = found.winner, [one.step for one in found.checkpoints if one.step is not None]
+    now = next((steps[name] for name in file_names(best) if name in steps), best.step)
+    if best.step is not None and now != best.step:
+        headline = f"{best.name} was judged at step {best.step} and is of step {now} now: run wangen evaluate again."
+        return replace(verdict, level="unsure", headline=headline, use=())
+    last = max(steps.values(), default=0)
+    if judged and last > max(judged):
+        on = f"training went on to step {last} since: what came after step {max(judged)} was not judged"
+        return replace(verdict, against=(on, *verdict.against))
+    return verdict
 
 
 def _checkpoints(found: Evaluation) -> str:

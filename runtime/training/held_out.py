@@ -10,6 +10,7 @@ from wangen.generator.footage import video_of
 from wangen.generator.steps import Train
 from wangen.runtime.loader import CachedSample
 from wangen.runtime.randomness import seed_for
+from wangen.runtime.trained_on import HELD_OUT, Part
 
 log = logging.getLogger("wangen")
 
@@ -90,9 +91,31 @@ def as_told(judged: Sequence[CachedSample], trained: Sequence[CachedSample], opt
     draws = sorted({_draw(options.seed, clip_key(sample)) for sample in judged})
     if not options.validation_items or len(draws) > MOST_TOLD:
         return {}
-    files = (not sample.sample.entry.is_reg and video_key(sample) == sample.sample.source.digest
-             for sample in (*judged, *trained))  # fmt: skip
-    return {"draws": draws, "lowest": all(files)}
+    return {"draws": draws, "lowest": _are_files((*judged, *trained))}
+
+
+def doubted(judged: Iterable[CachedSample], everything: Sequence[CachedSample], part: Part) -> list[CachedSample]:
+    """What may have been trained on in a part of a training on this very dataset, which has changed since.
+
+    Args:
+        judged: what is judged by now.
+        everything: the dataset that it is of. Where nothing of it was held out in the part, it is another one.
+        part: with `HELD_OUT`.
+
+    Raises:
+        KeyError, TypeError, ValueError: it is no such part.
+    """
+    told, seed = part[HELD_OUT], int(part["seed"])
+    known = set(told["draws"])
+    if known.isdisjoint(_draw(seed, clip_key(sample)) for sample in everything):
+        return []
+    last = max(known) if told["lowest"] and _are_files(everything) else 0
+    return [one for one in judged if (draw := _draw(seed, clip_key(one))) not in known and draw >= last]
+
+
+def _are_files(samples: Iterable[CachedSample]) -> bool:
+    """Whether each is a file of its own and none is of a regularisation set."""
+    return all(not one.sample.entry.is_reg and video_key(one) == one.sample.source.digest for one in samples)
 
 
 def clip_key(sample: CachedSample) -> str:
