@@ -384,8 +384,7 @@ def _report(plan: Plan, step: int, facts: Mapping[str, Any], *, done_before: boo
         summary=f"{summary}: {', '.join(map(str, files))}",
         inputs={
             "dataset_config": options.dataset,
-            "samples": len(plan.samples),
-            **plan.fingerprint,
+            **plan.inputs,
             "memory": memory_of(options),
         },
         counts={"from_cache": use.from_cache, "computed": use.computed, "steps": step},

@@ -1,10 +1,12 @@
 """Scripts that are there already: values of knobs are kept, other edits stay, what is not ours is left alone."""
 
+from dataclasses import replace
+
 import pytest
 from shells.bundles import bundle, put, steps
 
 from wangen.generator.publish.texts import script_text
-from wangen.generator.scripts import invalid_knobs, merge, read_knobs, render, untouched
+from wangen.generator.scripts import invalid_knobs, merge, parsed_steps, read_knobs, render, untouched
 
 SHELLS = ("sh", "bat", "ps1")
 EDITS = {"sh": ("SEED='42'", "SEED=7  # mine"), "bat": ('set "SEED=42"', "set SEED=7"), "ps1": ("'42'", "7")}
@@ -140,3 +142,19 @@ def test_line_ends_that_an_editor_changed_are_mended(shell, tmp_path):
     path.write_bytes(plain.replace(b"\n", b"\r\n") if shell == "sh" else plain)
     assert publish(path, bundle(shell), shell, "train") == "changed"
     assert path.read_bytes() == original
+
+
+def test_one_knob_of_precision_is_that_of_caching_and_of_training():
+    """Training encodes prompts and decodes samples; lines that disagree are a problem for `wangen check`."""
+    latents, text, check, train = steps("eps=1e-6")[1:]
+    text, train = replace(text, t5_dtype="bfloat16"), replace(train, vae_dtype="float32", t5_dtype="bfloat16")
+    data = render(bundle("sh", (latents, text, check, train)), "sh", "train")
+    for old, new in (
+        (b"VAE_DTYPE='float32'", b"VAE_DTYPE='bfloat16'"),
+        (b"T5_DTYPE='bfloat16'", b"T5_DTYPE='float32'"),
+    ):
+        assert data.count(old) == 1
+        data = data.replace(old, new)
+    found = dict(parsed_steps(data, "sh"))
+    assert {found[name].vae_dtype for name in ("cache_latents", "check_cache", "train")} == {"bfloat16"}
+    assert {found[name].t5_dtype for name in ("cache_text", "train")} == {"float32"}

@@ -20,6 +20,8 @@ from wangen.runtime.report.verdict import judge
 from wangen.runtime.samples import read_samples
 from wangen.runtime.trained_on import HELD_OUT, fingerprints, may_have_seen
 from wangen.runtime.training.held_out import MOST_TOLD, as_told, clip_key, doubted, held_out
+from wangen.runtime.training.plan import dataset_aspects
+from wangen.runtime.training.resuming import _other_data
 
 MODEL = profiles.model("t2v-1.3B")
 WORDS = "what is held out now may have been trained on before"
@@ -177,3 +179,20 @@ def test_a_refusal_says_what_of_the_dataset_is_other(tiny_run, tmp_path):
     assert refused() == ["dataset: other captions"]
     (media / "blue.png").unlink()
     assert refused() == ["dataset: other samples (3 -> 2)"]
+
+
+def test_the_same_files_with_other_latents_are_said_to_be_the_same(tiny_run, tmp_path):
+    options = tiny_run.options(tmp_path, max_train_steps=1)
+    own = train.make_plan(options, MODEL, *train.read_training_samples(options, MODEL))
+    before = dataset_aspects(own.samples)
+    assert _other_data(before, before | {"samples": "other"}).startswith("the same files, encoded otherwise")
+    assert _other_data(before, before | {"samples": "other", "files": "other"}) == "other samples (3 -> 3)"
+    assert _other_data({}, before) == "other samples, captions, num_repeats, batch_size or is_reg"
+
+
+def test_the_log_and_the_report_name_what_is_held_out(tiny_run, tmp_path, caplog):
+    with caplog.at_level("INFO"):
+        report = train.run(tiny_run.options(tmp_path, max_train_steps=1, validation_items=2, validate_every_n_steps=9))
+    names = report.inputs["held_out"]
+    assert len(names) == 2
+    assert f"held out: {', '.join(names)}" in caplog.text

@@ -116,6 +116,12 @@ class Plan:
         return {name: self.fingerprint.get(name) for name in DATA} | ({HELD_OUT: held_out} if held_out else {})
 
     @property
+    def inputs(self) -> dict[str, Any]:
+        """What a report says that it is made of."""
+        held_out = sorted({cached.sample.item.path.name for cached in self.held_out})
+        return {"samples": len(self.samples), "held_out": held_out, **self.fingerprint}
+
+    @property
     def facts(self) -> dict[str, Any]:
         """What its states say of its data."""
         return {TOLD: self.told, ASPECTS: dataset_aspects(self.samples)}
@@ -325,6 +331,7 @@ def dataset_aspects(samples: Sequence[CachedSample]) -> dict[str, Any]:
     """What `dataset_digest` takes together, apart: by name a digest of each, and the number of the samples."""
     shown = [replace(s, texts=(), empty=None) for s in samples]
     asked = {
+        "files": [[s.sample.name, s.sample.source.digest] for s in samples],
         "samples": [[s.sample.name, *(entry.key for entry in s.entries)] for s in shown],
         "captions": [[entry.key for entry in s.texts] for s in samples],
         "empty prompt": [s.empty and s.empty.key for s in samples],

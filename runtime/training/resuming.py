@@ -266,6 +266,8 @@ def _other_data(old: Mapping[str, Any], new: Mapping[str, Any]) -> str:
     if not old:
         return "other samples, captions, num_repeats, batch_size or is_reg"
     if old["samples"] != new["samples"]:
+        if old["files"] == new["files"]:
+            return "the same files, encoded otherwise: by other weights, or in another size or precision"
         return f"other samples ({old['number']} -> {new['number']})"
     return f"other {', '.join(name for name, value in new.items() if old.get(name) != value)}"
 

@@ -6,7 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from wangen import profiles
-from wangen.generator.errors import UsageError, many
+from wangen.generator.errors import UsageError, many, some
 from wangen.generator.manifests import is_manifest
 from wangen.generator.steps import Train
 from wangen.runtime.loader import CachedSample, find_entries
@@ -48,6 +48,7 @@ def read_training_samples(
     if not options.validation_items:
         return samples, []
     training, validation = held_out(samples, options.validation_items, options.seed)
+    log.info("  held out: %s", some(sorted({cached.sample.item.path.name for cached in validation})))
     if unseen := len(samples) - len(training) - len(validation):
         log.info("  neither trained on nor judged: %s of what is held out", many(unseen, "other clip", "other clips"))
     return _as_drawn(training, options), validation
