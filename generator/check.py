@@ -64,7 +64,7 @@ def run(options: Check) -> Report:
     findings = [*_knobs_of_script(), *_refused(steps, seen), *seen.findings]
     will_cache = any(isinstance(step, CacheStep) for _, step in steps)
     if will_cache and not findings and any(_is_empty(entry.cache_directory) for entry in entries):
-        findings += _refused_later(steps)
+        findings += _refused_later(steps, seen)
     for finding in findings:
         log.error("  - %s", finding)
     for warning in seen.warnings:
@@ -115,19 +115,19 @@ def _refused(steps: Iterable[_Placed], seen: "Examined") -> Iterator[Finding]:
             yield Finding(where, *fault)
 
 
-def _refused_later(steps: Iterable[_Placed]) -> Iterator[Finding]:
-    """What training would refuse after hours of caching, by headers of files and by what is installed.
+def _refused_later(steps: Iterable[_Placed], seen: "Examined") -> Iterator[Finding]:
+    """What training would refuse after hours of caching, by headers of files, what is installed and the disk.
 
     It loads torch, which takes seconds: where a cache is there already, training says the same soon enough.
     """
     try:
-        refusals = import_module("wangen.runtime.training.refusals")
+        before_caching = import_module("wangen.runtime.training.before_caching")
     except ImportError:  # caching comes next, and says how it is installed
         return
     for where, step in steps:
         if isinstance(step, Train):
             try:
-                refusals.require_trainable(step)
+                before_caching.require_trainable(step, seen.num_batches - step.validation_items)
             except WangenError as error:
                 yield Finding(where, error.found, error.cure)
 
@@ -147,6 +147,7 @@ class Examined:
     num_clips: int
     num_resolutions: int
     num_taught: int
+    num_batches: int
     findings: tuple[Finding, ...]
     warnings: tuple[str, ...]
 
@@ -175,8 +176,9 @@ def examine(options: Check, entries: Sequence[DatasetEntry]) -> Examined:
     told = (_swapped(options), twin_warning(options.vae, model), task_warning(options.dit, model))
     warnings = dict.fromkeys(filter(None, (*(_incomplete(entry.directory) for entry in entries), *told)))
     num_taught = sum(survey.num_samples for survey in surveys if not survey.entry.is_reg)
-    return Examined(counts["image"], counts["video"], num_resolutions, num_taught, tuple(dict.fromkeys(findings)),
-                    tuple(warnings))  # fmt: skip
+    num_batches = sum(each.num_samples * each.entry.num_repeats // each.entry.batch_size for each in surveys)
+    return Examined(counts["image"], counts["video"], num_resolutions, num_taught, num_batches,
+                    tuple(dict.fromkeys(findings)), tuple(warnings))  # fmt: skip
 
 
 def _incomplete(folder: Path) -> str:

@@ -1,5 +1,7 @@
 """What training would refuse after hours of caching is said by the first step of its script."""
 
+import shutil
+from collections import namedtuple
 from pathlib import Path
 from typing import Any
 
@@ -70,6 +72,22 @@ def test_where_training_is_near_it_speaks_for_itself(found, tmp_path, why):
         (tmp_path / "cache").mkdir()
         (tmp_path / "cache" / "an.entry").touch()
     assert found(include_patterns=("atn1",), caches=why == "there is a cache") == []
+
+
+@pytest.mark.parametrize(("free", "changes", "words"), [
+    (4000, {}, "the checkpoints need up to"), (10**8, {}, ""),
+    (10**8, {"max_train_steps": 10**6, "save_every_n_steps": 1}, "100.0 MB are free"),
+    (10**8, {"max_train_steps": 10**6, "save_every_n_steps": 1, "keep_last": 2}, ""),
+])  # fmt: skip
+def test_a_disk_that_cannot_hold_the_checkpoints(found, tmp_path, monkeypatch, free, changes, words):
+    usage = namedtuple("usage", "total used free")
+    here = shutil.disk_usage
+    (tmp_path / "cache").mkdir()
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage(10**9, 10**9 - free, free)
+                        if Path(path) == tmp_path else here(path))  # fmt: skip
+    problems = found(**changes)
+    assert [words in problem and "keep fewer (--keep_last)" in problem for problem in problems] == [True] * bool(words)
+    assert not (tmp_path / "out").exists()
 
 
 def test_the_card_is_not_asked(found):

@@ -13,6 +13,7 @@ import torch
 from wangen.generator import headers
 from wangen.generator.companions import sort_out
 from wangen.generator.errors import WangenError, bytes_text
+from wangen.generator.files import nearest_existing
 from wangen.generator.launch import Launch
 from wangen.generator.plan.saves import most_bytes, saved_bytes
 from wangen.generator.run_folder import SAMPLES
@@ -228,7 +229,7 @@ def require_room(plan: Plan) -> None:
     for folder in filter(Path.is_dir, (plan.states, plan.options.output_dir / SAMPLES)):
         require_writable(folder)  # another user may have made them
     options, needed = plan.options, room_needed(plan)
-    free = shutil.disk_usage(options.output_dir).free
+    free = shutil.disk_usage(nearest_existing(options.output_dir) or options.output_dir).free
     if free < needed:
         smaller = "lower --network_dim" if options.train_mode == "lora" else "give --save_precision bfloat16"
         raise WangenError(

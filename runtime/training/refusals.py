@@ -152,7 +152,7 @@ def refuse(options: Train, model: profiles.Model, device: torch.device) -> None:
         UsageError: numbers out of range, flags that contradict each other, or an optimizer that cannot be resumed.
         WangenError: a file is of another kind.
     """
-    _refuse_anywhere(options, model)
+    refuse_anywhere(options, model)
     if options.compile and not options.plain:
         require_compiler()
     try_out(options, device)
@@ -164,21 +164,16 @@ def refuse(options: Train, model: profiles.Model, device: torch.device) -> None:
         log.warning("  %s", line)
 
 
-def require_trainable(options: Train) -> None:
-    """Refuse before hours of caching what training would refuse after them, whatever the card that it has.
+def refuse_anywhere(options: Train, model: profiles.Model) -> None:
+    """Refuse what can be judged without the device.
 
     Args:
-        options: as they were given.
+        options: as `resolved` gives them.
+        model: the model profile.
 
     Raises:
         WangenError: as for `refuse`.
     """
-    model = profiles.model(options.task)
-    _refuse_anywhere(resolved(replace(options, vram=None), model, None), model)
-
-
-def _refuse_anywhere(options: Train, model: profiles.Model) -> None:
-    """What can be judged without the device."""
     require_supported(model, "training")
     refuse_flags(options)
     _refuse_experts(options, model)

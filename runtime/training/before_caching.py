@@ -1,0 +1,32 @@
+"""What a training can be refused for before its dataset is cached, which may take hours."""
+
+from dataclasses import replace
+
+from wangen import profiles
+from wangen.generator.steps import Train
+from wangen.runtime.training.loading import require_room
+from wangen.runtime.training.plan import Plan, num_steps_of, plan_experts
+from wangen.runtime.training.refusals import MANY_STEPS, refuse_anywhere, resolved
+
+
+def require_trainable(options: Train, num_batches: int) -> None:
+    """Refuse what training would refuse on any card, and a disk that cannot hold its checkpoints.
+
+    Args:
+        options: as they were given.
+        num_batches: of an epoch, at least.
+
+    Raises:
+        WangenError: as for `refuse` and `require_room`.
+    """
+    model = profiles.model(options.task)
+    options = resolved(replace(options, vram=None), model, None)
+    refuse_anywhere(options, model)
+    steps_per_epoch = max(1, num_batches // options.gradient_accumulation_steps)
+    num_steps = num_steps_of(options, steps_per_epoch)
+    # How the experts share the steps depends on the dataset, and does not matter for the room.
+    experts = (
+        replace(expert, num_steps=0 if number else num_steps)
+        for number, expert in enumerate(plan_experts(options, model, MANY_STEPS))
+    )
+    require_room(Plan(options, model, [], [], steps_per_epoch, tuple(experts), {}))
