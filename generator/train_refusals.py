@@ -227,12 +227,13 @@ def refuse_more_blocks(options: Train, num_blocks: int) -> None:
         UsageError: there are more.
     """
     room = num_blocks - (options.checkpointing_free_blocks or 0)
+    beside = f" beside --vram {options.vram}, which is made for weights of more blocks" if options.vram else ""
     if room < 0:
         raise UsageError(f"--checkpointing_free_blocks {options.checkpointing_free_blocks}: the model has "
-                         f"{num_blocks} blocks", cure=f"give 0 to {num_blocks}")  # fmt: skip
+                         f"{num_blocks} blocks", cure=f"give 0 to {num_blocks}{beside}")  # fmt: skip
     if (options.blocks_to_swap or 0) > room:
         raise UsageError(f"--blocks_to_swap {options.blocks_to_swap}: only the {room} blocks that are recomputed can "
-                         "be swapped", cure=f"give 0 to {room}")  # fmt: skip
+                         "be swapped", cure=f"give 0 to {room}{beside}")  # fmt: skip
 
 
 def judged(step: AnyStep) -> AnyStep:

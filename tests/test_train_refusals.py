@@ -348,3 +348,9 @@ def test_the_room_that_is_asked_for_holds_what_a_run_leaves_there(tiny_run, tmp_
     if name == "all on the way":
         train.run(replace(options, max_train_steps=5))
         assert asked[1] < asked[0] - left / 2
+
+
+def test_a_preset_for_more_blocks_than_the_weights_have_is_named(tiny_run, tmp_path):
+    with pytest.raises(UsageError) as error:
+        train.run(tiny_run.options(tmp_path, vram="12", task="t2v-14B"))
+    assert "beside --vram 12, which is made for weights of more blocks" in error.value.cure
