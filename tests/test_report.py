@@ -8,7 +8,7 @@ from pathlib import Path
 from urllib.parse import unquote
 
 from helpers import make_clip
-from report_runs import HOSTILE, Page, page_of, step_line, write_metrics
+from report_runs import HOSTILE, Page, page_of, step_line, validation_line, write_metrics
 from tiny import TinyRun
 
 from wangen.generator.cli import main
@@ -220,3 +220,16 @@ def test_the_wheel_gets_the_template_the_style_and_the_script():
     patterns = PROJECT["tool"]["setuptools"]["package-data"]["wangen.runtime.report"]
     shipped = {path.name for pattern in patterns for path in (ROOT / "runtime" / "report").glob(pattern)}
     assert shipped == {"page.html.j2", "blocks.html.j2", "report.css", "report.js"}
+
+
+def test_what_was_judged_by_other_items_is_no_part_of_the_chart(tmp_path):
+    lines = [validation_line(step, 0.1) for step in (3, 6)] + [validation_line(step, 0.3) for step in (9, 12)]
+    for line in lines[:2]:
+        line["validation"]["mean_base"] = 0.15
+    run = read_run(write_metrics(tmp_path, [step_line(12), *lines]), None)
+    charts = {chart.key: chart for chart in make_charts(run.records)}
+    assert [[x for x, _ in line.points] for line in charts["held-out"].lines] == [[9, 12], [9, 12]]
+    assert "judged by other items or timesteps, before step 9, is left out" in charts["held-out"].note
+    assert [x for x, _ in charts["gains"].lines[0].points] == [9, 12]
+    whole = read_run(write_metrics(tmp_path, [step_line(12), *lines[2:]]), None)
+    assert "left out" not in make_charts(whole.records)[1].note

@@ -78,6 +78,12 @@ def validations(records: Iterable[Record], expert: str) -> list[tuple[int, dict[
     ]
 
 
+def comparable(points: Sequence[tuple[int, dict[str, Any]]]) -> list[tuple[int, dict[str, Any]]]:
+    """Those validations that judged by the same as the last: by other items or timesteps the base has another loss."""
+    base = [str(told.get("mean_base")) for _, told in points]  # words, so that NaN is NaN
+    return [point for point, own in zip(points, base, strict=True) if own == base[-1]]
+
+
 def points_of(pairs: Iterable[tuple[Any, Any]], factor: float = 1.0) -> list[Point]:
     """Those pairs that are numbers that can be drawn; what is as good as zero is zero."""
     return [
@@ -123,7 +129,8 @@ def _loss(records: Sequence[Record]) -> Chart | None:
 def _held_out(records: Sequence[Record], trained: str) -> list[Chart | None]:
     found: list[Chart | None] = []
     for expert in experts_of(records):
-        points = validations(records, expert)
+        everything = validations(records, expert)
+        points = comparable(everything)
         if not points:
             continue
         key, of = _of_expert(expert)
@@ -136,6 +143,8 @@ def _held_out(records: Sequence[Record], trained: str) -> list[Chart | None]:
             )
         ]
         note = "items that were never trained on; lower is better, and rising means learning by heart"
+        if len(points) < len(everything):
+            note += f"; what was judged by other items or timesteps, before step {points[0][0]}, is left out"
         found.append(chart_of(f"held-out{key}", f"Held-out loss{of}", note, "", means))
         found += [_by_timestep(points, key, of, trained), _gains(points, key, of, trained)]
     return found

@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 from wangen.generator.errors import many
 from wangen.runtime.evaluation_file import Evaluation, Row
-from wangen.runtime.report.charts import experts_of, validations
+from wangen.runtime.report.charts import comparable, experts_of, validations
 from wangen.runtime.report.run_files import Lora, RunFiles, file_names
 from wangen.runtime.report.step_reports import is_number
 from wangen.runtime.trained_on import fingerprints, may_have_seen
@@ -177,8 +177,7 @@ def _judge_expert(run: RunFiles, expert: str) -> _Judged | None:
     ]  # before the first step there is something to judge where the run began from a LoRA
     if not trained:
         return None
-    last_base = trained[-1][1].get("mean_base")  # of another base, or other items or timesteps, there is another loss
-    trained = [(step, told) for step, told in trained if told.get("mean_base") == last_base]
+    trained = comparable(trained)
     step, told = min(trained, key=lambda point: point[1]["mean_adapter"])
     of = f"{expert.replace('_', ' ')}: " if expert else ""
     delta, error, against = told.get("delta"), told.get("standard_error"), []
