@@ -306,9 +306,11 @@ def _say_kept(bundle: BundlePlan, slug: str) -> None:
         elif text.knobs:
             values = ", ".join(f"{knob}={mine} (published: {ours})" for knob, (mine, ours) in text.knobs.items())
             _hint(f"{name} keeps your knobs: {values}")
-    kept = [folder.folder / name for folder in bundle.folders for name in folder.kept]
-    for path in kept[:_NUM_KEPT]:
-        _hint(f"{path} was changed in the bundle and stays; remove it to have it published again")
+    kept = [(folder, name) for folder in bundle.folders for name in folder.kept]
+    for folder, name in kept[:_NUM_KEPT]:
+        gone = "it is not in the dataset any more; remove it, or put its caption beside it"
+        then = "remove it to have it published again" if name in folder.wanted else gone
+        _hint(f"{folder.folder / name} was changed in the bundle and stays; {then}")
     if len(kept) > _NUM_KEPT:
         _hint(f"and {len(kept) - _NUM_KEPT} more files that were changed in the bundle")
     for name in bundle.left:
