@@ -161,7 +161,7 @@ class Generate(Step):
     )  # fmt: skip
     t5_dtype: Dtype | None = flag("precision of the text encoder (default: bfloat16 on CUDA, float32 on CPU)", None,
                                   pinned=True, values=DTYPE_VALUES)  # fmt: skip
-    fp8_t5: bool | None = flag(FP8_T5, None, pinned=True)
+    fp8_t5: bool | None = flag(FP8_T5, None, pinned=True, names=("fp8_vl",))
     quantize: Quantize | None = flag(
         "hold the transformer's blocks in 8 or 4 bits (default: none)", None, pinned=True,
         constants={"fp8": "fp8", "fp8_scaled": "fp8"},
