@@ -1,7 +1,7 @@
 """What a training says of its data to those that go on from it, in its states and in its LoRAs' headers; without torch.
 
 It has parts: each time that it went on with other data, or began from a LoRA, another one begins. Of each is told what
-decides which files were trained on (`DATA`), and which were held out (`HELD_OUT`, made by `validation.as_told`).
+decides which files were trained on (`DATA`), and which were held out (`HELD_OUT`, made by `training.held_out.as_told`).
 """
 
 import json
@@ -15,7 +15,7 @@ DATA = ("dataset", "validation_items", "seed", "caption_dropout")
 """What of a fingerprint says which files were trained on."""
 
 HELD_OUT = "held_out"
-"""In a part, and in a state's facts: `draws`, a number for each item that is held out, by the seed and its content, and
+"""In a part, if it is told there: `draws`, a number for each item that is held out, by the seed and its content, and
 `lowest`, whether all files whose numbers are below the last one are among them."""
 
 Part = Mapping[str, Any]
