@@ -60,8 +60,8 @@ def run(options: Check) -> Report:
         WangenError: the dataset TOML itself cannot be read.
     """
     entries = read_dataset(options.dataset, options.resolution)
-    seen, steps = examine(options, entries), list(_steps_of_script())
-    findings = [*_knobs_of_script(), *_refused(steps, seen), *seen.findings]
+    seen, (unset, steps) = examine(options, entries), _own_script()
+    findings = [*unset, *_refused(steps, seen), *seen.findings]
     will_cache = any(isinstance(step, CacheStep) for _, step in steps)
     if will_cache and not findings and any(_is_empty(entry.cache_directory) for entry in entries):
         findings += _refused_later(steps, seen)
@@ -80,30 +80,21 @@ def run(options: Check) -> Report:
     )
 
 
-def _own_script() -> tuple[Path, bytes] | None:
-    """The script that runs this step, and its text."""
+def _own_script() -> tuple[list[Finding], list[_Placed]]:
+    """Of the script that runs this step: the lines of its block of knobs that set none, and its steps."""
+    unset: list[Finding] = []
+    steps: list[_Placed] = []
     path = Path(os.environ.get(IN_SCRIPT, ""))
     if path.suffix[1:] in QUOTES:
-        with suppress(OSError):
-            return path, path.read_bytes()
-    return None
-
-
-def _knobs_of_script() -> Iterator[Finding]:
-    """Lines of the script's block of knobs that set none."""
-    if script := _own_script():
-        path, data = script
-        for line in scripts.invalid_knobs(data):
-            yield Finding(path.name, f"no knob is set by {line!r}", "write letters, digits and . _ , + - as its value")
-
-
-def _steps_of_script() -> Iterator[_Placed]:
-    """The steps of the script that runs this one."""
-    if script := _own_script():
-        path, data = script
-        with suppress(WangenError):  # a script that was edited may say things that only its shell can read
+        # It may be gone, and one that was edited may say things that only its shell can read.
+        with suppress(OSError, WangenError):
+            data = path.read_bytes()
+            for line in scripts.invalid_knobs(data):
+                cure = "write letters, digits and . _ , + - as its value"
+                unset.append(Finding(path.name, f"no knob is set by {line!r}", cure))
             for command, step in scripts.parsed_steps(data, path.suffix[1:]):
-                yield f"{path.name}, {command}", step
+                steps.append((f"{path.name}, {command}", step))
+    return unset, steps
 
 
 def _refused(steps: Iterable[_Placed], seen: "Examined") -> Iterator[Finding]:

@@ -45,7 +45,7 @@ from wangen.runtime.evaluation.tables import (
     sources_of,
     whole,
 )
-from wangen.runtime.evaluation.trained import doubted_sources, given_frames, said_of, trained_sources
+from wangen.runtime.evaluation.trained import Seen, given_frames, said_of, seen_sources
 from wangen.runtime.evaluation.videos import describe, make, plan_videos, usual_motion, with_loras
 from wangen.runtime.evaluation.warnings import forgotten, warnings_of
 from wangen.runtime.evaluation_file import BASE, FILE, Evaluation, Memorisation, Row, Video, write_evaluation
@@ -86,8 +86,7 @@ class Judged:
         held_out: items that were not trained on.
         forgetting: items outside of what was trained.
         training: items that were trained on.
-        trained: digests of files that were trained on, those that the checkpoints' headers tell among them.
-        doubted: of files that may have been, for the dataset has changed.
+        seen: which files were trained on, or may have been, also by what the checkpoints' headers tell.
         prompts: activities and prompts of the videos.
     """
 
@@ -101,8 +100,7 @@ class Judged:
     held_out: Sequence[CachedSample]
     forgetting: Sequence[CachedSample]
     training: Sequence[CachedSample]
-    trained: set[str]
-    doubted: set[str]
+    seen: Seen
     prompts: Sequence[tuple[str, SamplePrompt]] = ()
 
     @property
@@ -147,14 +145,14 @@ def run(options: Evaluate) -> Report:
         checkpoints=tuple(ranked),
         best=ranked[0].name,
         num_items=len(base.keys),
-        num_trained=sum(source in judged.trained for source in sources_of(judged.held_out)),
+        num_trained=sum(source in judged.seen.surely for source in sources_of(judged.held_out)),
         per_timestep=by_timestep(base, others),
         per_activity=_activities(judged, base, others),
         forgetting=_forgetting(found.get("forgetting")),
         videos=videos,
         memorisation=copies,
     )
-    said = [*said_of(judged.held_out, judged.trained, judged.doubted), *warnings_of(evaluation, base, others, groups)]
+    said = [*said_of(judged.held_out, judged.seen), *warnings_of(evaluation, base, others, groups)]
     if judged.forgetting:
         said += forgotten(ranked[0].name, found["forgetting"], independent(judged.forgetting))
     evaluation = replace(evaluation, warnings=tuple(said))
@@ -192,6 +190,7 @@ def _prepare(options: Evaluate) -> Judged:
     told = options.training_config
     if told and not (rest and told.resolve() == options.dataset.resolve()):  # else what is judged by was held out of it
         rest = _items(training, model, told, options.resolution)
+    seen = seen_sources(files, judged_by, items, training, model)
     timesteps = SMOKE_TIMESTEPS if options.smoke else options.validation_timesteps
     judged = Judged(
         options=options,
@@ -204,8 +203,7 @@ def _prepare(options: Evaluate) -> Judged:
         held_out=judged_by,
         forgetting=_items(training, model, options.forgetting_config),
         training=rest,
-        trained={*sources_of(rest), *trained_sources(files, items, training, model)},
-        doubted=set() if told else doubted_sources(files, judged_by, items, training, model),
+        seen=Seen({*sources_of(rest), *seen.surely}, set() if told else seen.perhaps),
     )
     require_files(with_loras(sampling, candidates), model, judged.encoders if options.num_videos else None)
     if not options.num_videos:

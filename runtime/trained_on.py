@@ -5,7 +5,7 @@ decides which files were trained on (`DATA`), and which were held out (`HELD_OUT
 """
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from typing import Any
 
@@ -47,8 +47,22 @@ def may_have_seen(now: Part, before: Iterable[Part]) -> bool:
 
 def _unseen(now: Part, part: Part) -> bool:
     with suppress(KeyError, TypeError, ValueError):  # an older version's, or somebody else's
-        own, other = now[HELD_OUT], part[HELD_OUT]
-        last = max(other["draws"]) if own["lowest"] and other["lowest"] else 0
-        same = now["seed"] == part["seed"]
-        return same and all(draw in other["draws"] or draw < last for draw in own["draws"])
+        own = now[HELD_OUT]
+        return now["seed"] == part["seed"] and all(map(untrained(part, lowest=own["lowest"]), own["draws"]))
     return False
+
+
+def untrained(part: Part, *, lowest: bool) -> Callable[[int], bool]:
+    """Which numbers, drawn by the part's seed, are those of files that were surely not trained on there.
+
+    Args:
+        part: with `HELD_OUT`.
+        lowest: whether all files that are asked about can be compared so: each is one of its own.
+
+    Raises:
+        KeyError, TypeError, ValueError: it is no such part.
+    """
+    told = part[HELD_OUT]
+    known = set(told["draws"])
+    last = max(known) if lowest and told["lowest"] else 0
+    return lambda draw: draw in known or draw < last

@@ -15,7 +15,7 @@ from wangen.generator.errors import UsageError, WangenError
 from wangen.generator.headers import read_header
 from wangen.generator.steps import Train
 from wangen.runtime import train
-from wangen.runtime.evaluation.trained import trained_sources
+from wangen.runtime.evaluation.trained import seen_sources
 from wangen.runtime.loader import find_entries
 from wangen.runtime.report.run_files import read_run
 from wangen.runtime.report.verdict import judge
@@ -273,7 +273,7 @@ def test_what_is_held_out_in_the_middle_of_a_run_may_have_been_trained_on(tiny_r
     assert told["validation_items"] == "0"
     items = find_entries(last, MODEL, read_samples(last, MODEL))
     everything = {item.sample.source.digest for item in items}
-    assert trained_sources([lora], items, last, MODEL) == everything, "also what the last part held out"
+    assert seen_sources([lora], items, items, last, MODEL).surely == everything, "also what the last part held out"
     against = judge(read_run(tmp_path, None)).against
     assert any("may have been trained on: an earlier part" in line for line in against)
 

@@ -13,7 +13,7 @@ from wangen import profiles
 from wangen.generator.errors import UsageError
 from wangen.generator.headers import read_header
 from wangen.runtime import train
-from wangen.runtime.evaluation.trained import doubted_sources, said_of, trained_sources
+from wangen.runtime.evaluation.trained import Seen, said_of, seen_sources
 from wangen.runtime.loader import find_entries
 from wangen.runtime.report.run_files import read_run
 from wangen.runtime.report.verdict import judge
@@ -146,12 +146,12 @@ def test_a_run_that_goes_on_with_the_same_files_does_not_doubt_its_held_out_loss
         assert not any("may have been trained on" in line for line in judge(read_run(tmp_path / folder, None)).against)
     items = find_entries(more, MODEL, read_samples(more, MODEL))
     old = tmp_path / "run" / "lora-kept-step00000002.safetensors"
-    assert trained_sources([old], items, more, MODEL) == set(), "of other repeats"
-    sources = doubted_sources([old], items, items, more, MODEL)
-    assert len(sources) == 2
-    (line,) = said_of(items, set(), sources)
+    seen = seen_sources([old], items, items, more, MODEL)
+    assert seen.surely == set(), "of other repeats"
+    assert len(seen.perhaps) == 2
+    (line,) = said_of(items, seen)
     assert line.startswith("2 files that are judged by may have been trained on, for the dataset has changed since")
-    assert doubted_sources([old], held_out(items, 1, more.seed)[1], items, more, MODEL) == set()
+    assert seen_sources([old], held_out(items, 1, more.seed)[1], items, more, MODEL) == Seen(set(), set())
     train.run(replace(more, max_train_steps=6, validation_items=2))
     assert WORDS in caplog.text
     assert any("may have been trained on" in line for line in judge(read_run(tmp_path / "run", None)).against)

@@ -15,7 +15,7 @@ from safetensors.torch import save_file
 from wangen.generator.errors import UsageError
 from wangen.generator.excerpts import Excerpt
 from wangen.generator.footage import clip_name
-from wangen.runtime.evaluation.trained import trained_sources
+from wangen.runtime.evaluation.trained import Seen, seen_sources
 from wangen.runtime.flow import flow_loss, noised, velocity
 from wangen.runtime.loader import Draw, read_batch
 from wangen.runtime.models import family
@@ -141,7 +141,7 @@ def test_a_judging_dataset_of_one_video_is_not_said_to_be_trained_on(tiny_run, t
     for clip in clips:
         clip.entries, clip.sample.name = (), clip.sample.item.path.name
         clip.sample.entry.num_repeats = clip.sample.entry.batch_size = 1
-    assert trained_sources([lora], clips, options_of(tiny_run, tmp_path), MODEL) == set()
+    assert seen_sources([lora], clips, clips, options_of(tiny_run, tmp_path), MODEL) == Seen(set(), set())
     assert not caplog.records
 
 
@@ -152,7 +152,8 @@ def test_what_was_trained_on_is_known_by_the_seed_of_the_header(tiny_run, tmp_pa
     trained, _ = held_out(items, 1, seed)
     told = {"caption_dropout": "0.0", "validation_items": "1", "seed": str(seed), "dataset": dataset_digest(trained)}
     save_file({"a": torch.zeros(1)}, lora, {"wangen.fingerprint": json.dumps(told)})
-    assert trained_sources([lora], items, options_of(tiny_run, tmp_path, seed=42), MODEL) == digests(trained)
+    options = options_of(tiny_run, tmp_path, seed=42)
+    assert seen_sources([lora], items, items, options, MODEL).surely == digests(trained)
 
 
 @pytest.mark.parametrize("count", [3, 4])

@@ -4,11 +4,11 @@ A header holds one digest of the whole training set, with the `--validation_item
 it. Where the dataset that is judged by gives the same digest, it is known which of its files were trained on.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import NamedTuple
 
 from wangen.generator.errors import UsageError, WangenError, many
 from wangen.generator.headers import read_header
@@ -17,16 +17,28 @@ from wangen.generator.steps import Train
 from wangen.profiles import Model
 from wangen.runtime.evaluation.tables import sources_of
 from wangen.runtime.loader import CachedSample, find_entries
-from wangen.runtime.trained_on import fingerprints
+from wangen.runtime.trained_on import Part, fingerprints
 from wangen.runtime.training.held_out import doubted, held_out
 from wangen.runtime.training.plan import dataset_digest
 
 
-def trained_sources(files: Iterable[Path], items: Sequence[CachedSample], training: Train, model: Model) -> set[str]:
-    """The digests of those media files that one of the LoRAs was surely trained on.
+class Seen(NamedTuple):
+    """Digests of media files that LoRAs were surely trained on, and of those that they may have been."""
+
+    surely: set[str]
+    perhaps: set[str]
+
+
+def seen_sources(
+    files: Iterable[Path], judged: Sequence[CachedSample], items: Sequence[CachedSample], training: Train, model: Model
+) -> Seen:
+    """Which media files the LoRAs were trained on, and which of the judged they may have been.
+
+    The latter where a LoRA tells of this dataset, since files of it were held out, but as it was then.
 
     Args:
         files: LoRAs; of one without our header, or of another dataset, nothing is known.
+        judged: of the items, what is judged by.
         items: of the whole dataset, before anything is held out.
         training: the flags that the items were read with.
         model: the model profile.
@@ -34,63 +46,33 @@ def trained_sources(files: Iterable[Path], items: Sequence[CachedSample], traini
     Raises:
         WangenError: a LoRA cannot be read.
     """
-    found: set[str] = set()
-    for part in _parts(files):
-        with suppress(ValueError, TypeError, KeyError):  # it is no fingerprint of a training
-            found |= _of_header(part, items, training, model)
-    return found
-
-
-def doubted_sources(
-    files: Iterable[Path], judged: Sequence[CachedSample], items: Sequence[CachedSample], training: Train, model: Model
-) -> set[str]:
-    """The digests of those media files among the judged that one of the LoRAs may have been trained on.
-
-    It tells of this dataset, since files of it were held out, but as it was then.
-
-    Args:
-        files: as for `trained_sources`.
-        judged: of the items, what is judged by.
-        items: likewise.
-        training: likewise.
-        model: likewise.
-
-    Raises:
-        WangenError: a LoRA cannot be read.
-    """
-    found: set[str] = set()
-    for part in _parts(files):
-        with suppress(ValueError, TypeError, KeyError):  # an older version's
-            if not _of_header(part, items, training, model):
-                found |= set(sources_of(doubted(judged, items, part)))
-    return found
-
-
-def _parts(files: Iterable[Path]) -> list[dict[str, Any]]:
-    """What the headers say of all parts of the trainings, each once."""
-    parts: list[dict[str, Any]] = []
+    seen, parts = Seen(set(), set()), list[Part]()
     for file in files:
         told = fingerprints(read_header(lora_file(file)).metadata)
         parts += [part for part in told if part not in parts]
-    return parts
+    for part in parts:
+        with suppress(ValueError, TypeError, KeyError):  # an older version's, or no fingerprint of a training
+            if trained := _of_part(part, items, training, model):
+                seen.surely.update(trained)
+            else:
+                seen.perhaps.update(sources_of(doubted(judged, items, part)))
+    return seen
 
 
-def _of_header(
-    fingerprint: Mapping[str, str], items: Sequence[CachedSample], training: Train, model: Model
-) -> set[str]:
-    """As `trained_sources`, of one header.
+def _of_part(part: Part, items: Sequence[CachedSample], training: Train, model: Model) -> set[str]:
+    """The digests of the files of a part's training; none where it was not of this dataset as it is.
 
     Raises:
         ValueError, TypeError, KeyError: it is no fingerprint of a training.
     """
-    dropout = float(fingerprint["caption_dropout"])
-    count, seed = int(fingerprint["validation_items"]), int(fingerprint["seed"])
+    dropout = float(part["caption_dropout"])
+    count, seed = int(part["validation_items"]), int(part["seed"])
     with suppress(WangenError):  # the cache lacks the empty prompt, or there are not so many items: another dataset
         if dropout:
             with_empty = replace(training, caption_dropout=dropout)
             items = find_entries(with_empty, model, [item.sample for item in items])
         trained = held_out(items, count, seed, tell=False)[0]
-        if dataset_digest(trained) == fingerprint["dataset"]:
+        if dataset_digest(trained) == part["dataset"]:
             return set(sources_of(trained))
     return set()
 
@@ -114,18 +96,17 @@ def given_frames(files: Iterable[Path]) -> int | None:
     return int(next(iter(found))) if found else None
 
 
-def said_of(items: Sequence[CachedSample], trained: set[str], doubts: set[str]) -> list[str]:
+def said_of(items: Sequence[CachedSample], seen: Seen) -> list[str]:
     """The warning, where held-out items were trained on, or may have been.
 
     Args:
         items: that are judged by.
-        trained: digests of files that were trained on.
-        doubts: of files that may have been.
+        seen: what was trained on, and which of the items may have been.
     """
     names = {item.sample.source.digest: item.sample.item.path.name for item in items}
-    both = sorted(names[digest] for digest in names.keys() & trained)
-    if not both and doubts:
-        number = many(len(doubts), "file that is judged by", "files that are judged by")
+    both = sorted(names[digest] for digest in names.keys() & seen.surely)
+    if not both and seen.perhaps:
+        number = many(len(seen.perhaps), "file that is judged by", "files that are judged by")
         return [f"{number} may have been trained on, for the dataset has changed since: give --validation_items and "
                 "--seed as in training, or a dataset that was not trained on"]  # fmt: skip
     if not both:

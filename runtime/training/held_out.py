@@ -10,7 +10,7 @@ from wangen.generator.footage import video_of
 from wangen.generator.steps import Train
 from wangen.runtime.loader import CachedSample
 from wangen.runtime.randomness import seed_for
-from wangen.runtime.trained_on import HELD_OUT, Part
+from wangen.runtime.trained_on import HELD_OUT, Part, untrained
 
 log = logging.getLogger("wangen")
 
@@ -105,12 +105,11 @@ def doubted(judged: Iterable[CachedSample], everything: Sequence[CachedSample], 
     Raises:
         KeyError, TypeError, ValueError: it is no such part.
     """
-    told, seed = part[HELD_OUT], int(part["seed"])
-    known = set(told["draws"])
-    if known.isdisjoint(_draw(seed, clip_key(sample)) for sample in everything):
+    seed = int(part["seed"])
+    if set(part[HELD_OUT]["draws"]).isdisjoint(_draw(seed, clip_key(sample)) for sample in everything):
         return []
-    last = max(known) if told["lowest"] and _are_files(everything) else 0
-    return [one for one in judged if (draw := _draw(seed, clip_key(one))) not in known and draw >= last]
+    unseen = untrained(part, lowest=_are_files(everything))
+    return [one for one in judged if not unseen(_draw(seed, clip_key(one)))]
 
 
 def _are_files(samples: Iterable[CachedSample]) -> bool:
