@@ -28,6 +28,7 @@ def knobs(steps: Sequence[Step]) -> list[Knob]:
         "CACHE_TASKS": ("4", "tasks that cache side by side, one GPU each"),
         "HOURS": ("24", "time limit of each job in hours; training stops before it, saves, and is queued again"),
         "MAX_RESTARTS": (str(train.max_restarts or 2), "how often processes that failed are started again in a job"),
+        "MEMORY": ("default", "host memory of each node, as 200G; default is the cluster's own, often little"),
         "PARTITION": ("default", "the partition; default is the cluster's own"),
     }
     if not any(isinstance(step, CacheStep) for step in steps):

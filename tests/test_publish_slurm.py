@@ -78,12 +78,12 @@ def test_bash_and_its_linter_accept_the_script(tmp_path, more):
 
 def test_jobs_follow_each_other_with_what_the_knobs_say(tmp_path, pretended):
     bundle = published(tmp_path)
-    turn(bundle, NODES="3", GPUS="8", CPUS="16", CACHE_TASKS="5", HOURS="12", PARTITION="a100")
+    turn(bundle, NODES="3", GPUS="8", CPUS="16", CACHE_TASKS="5", HOURS="12", PARTITION="a100", MEMORY="200G")
     done = run(bundle, "--account=me", "--exclude=n 7")
     assert (done.returncode, done.stderr) == (0, "")
     cache, check, train = calls(pretended)
     every = {"--parsable", f"--chdir={bundle}", "--time=720", "--cpus-per-task=16", "--partition=a100",
-             "--account=me", "--exclude=n 7"}  # fmt: skip
+             "--mem=200G", "--account=me", "--exclude=n 7"}  # fmt: skip
     for call, job, stage in ((cache, "-cache", "cache"), (check, "-check", "check"), (train, "", "train")):
         assert every <= set(call)
         assert f"--job-name=train_cats{job}" in call
@@ -127,6 +127,7 @@ def test_a_try_is_one_small_job(tmp_path, pretended, monkeypatch):
         call
     )
     assert [word for word in call if word.startswith("--time=")][-1] == "--time=60", "Slurm takes the last one"
+    assert not [word for word in call if word.startswith("--mem")], "the cluster's own"
     assert pretended.read_text().startswith("step check\n")
     assert f"squeue --jobs=41; tail -n 3 {bundle}/logs/train_cats-smoke*.log" in done.stdout
     pretended.unlink()
