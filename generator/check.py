@@ -3,7 +3,8 @@
 import logging
 import os
 import shutil
-from collections.abc import Iterable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cache
@@ -17,7 +18,7 @@ from wangen.generator.cache_sizes import latent_bytes, text_bytes
 from wangen.generator.dataset import Item, media_of, read_facts
 from wangen.generator.edit_tasks import task_warning
 from wangen.generator.errors import WangenError, many
-from wangen.generator.files import nearest_existing
+from wangen.generator.files import bytes_on_disk_of, disk_of, nearest_existing
 from wangen.generator.geometry import clip_fault, clip_frames, misfit, windows
 from wangen.generator.items import read_items, unsuited
 from wangen.generator.lock import IN_SCRIPT
@@ -118,7 +119,7 @@ def _refused_later(steps: Iterable[_Placed], seen: "Examined") -> Iterator[Findi
     for where, step in steps:
         if isinstance(step, Train):
             try:
-                before_caching.require_trainable(step, seen.num_batches - step.validation_items)
+                before_caching.require_trainable(step, seen.num_batches - step.validation_items, seen.to_cache)
             except WangenError as error:
                 yield Finding(where, error.found, error.cure)
 
@@ -132,13 +133,17 @@ def _is_empty(folder: Path) -> bool:
 
 @dataclass(frozen=True)
 class Examined:
-    """What a dataset's blocks hold, and all that is wrong with them, the weights and the folders."""
+    """What a dataset's blocks hold, and all that is wrong with them, the weights and the folders.
+
+    `to_cache` has for each cache folder about the bytes that are not in it yet.
+    """
 
     num_images: int
     num_clips: int
     num_resolutions: int
     num_taught: int
     num_batches: int
+    to_cache: Mapping[Path, int]
     findings: tuple[Finding, ...]
     warnings: tuple[str, ...]
 
@@ -159,7 +164,8 @@ def examine(options: Check, entries: Sequence[DatasetEntry]) -> Examined:
     """Look at the blocks of a dataset and at the files and folders that the options name, as this host sees them."""
     surveys = [_survey(entry, profiles.model(options.task)) for entry in entries]
     findings = [finding for survey in surveys for finding in survey.findings]
-    findings += [*_weights(options), *_read_later(options), *_folders(options, surveys)]
+    to_cache = _to_cache(surveys)
+    findings += [*_weights(options), *_read_later(options), *_folders(options, surveys), *_room(to_cache)]
     counts = {media: sum(s.num_items for s in surveys if s.entry.media == media) for media in ("image", "video")}
     # Blocks that share a folder find the same.
     num_resolutions = len({entry.resolution for entry in entries})
@@ -168,7 +174,7 @@ def examine(options: Check, entries: Sequence[DatasetEntry]) -> Examined:
     warnings = dict.fromkeys(filter(None, (*(_incomplete(entry.directory) for entry in entries), *told)))
     num_taught = sum(survey.num_samples for survey in surveys if not survey.entry.is_reg)
     num_batches = sum(each.num_samples * each.entry.num_repeats // each.entry.batch_size for each in surveys)
-    return Examined(counts["image"], counts["video"], num_resolutions, num_taught, num_batches,
+    return Examined(counts["image"], counts["video"], num_resolutions, num_taught, num_batches, to_cache,
                     tuple(dict.fromkeys(findings)), tuple(warnings))  # fmt: skip
 
 
@@ -256,18 +262,14 @@ def _cache_bytes(item: Item, entry: DatasetEntry, counts: Sequence[int], model: 
 
 
 def _folders(options: Check, surveys: list[_Survey]) -> Iterator[Finding]:
-    """Caches and outputs: apart from the media, writable, with room."""
-    need: dict[Path, int] = {}
+    """Caches and outputs: apart from the media, and writable."""
     for survey in surveys:
         cache, media = survey.entry.cache_directory, survey.entry.directory
         if cache.resolve() == media.resolve() and not survey.entry.manifest:
             yield Finding(str(cache), "cache and media share one folder", "set cache_directory to another")
         yield from _writable(cache, "the cache folder")
-        need[cache.resolve()] = need.get(cache.resolve(), 0) + survey.cache_bytes
     if options.output_dir:
         yield from _writable(options.output_dir, "the output folder")
-    for cache, num_bytes in need.items():
-        yield from _room(cache, num_bytes)
 
 
 def _writable(folder: Path, name: str) -> Iterator[Finding]:
@@ -280,19 +282,25 @@ def _writable(folder: Path, name: str) -> Iterator[Finding]:
         yield Finding(str(folder), f"{name} cannot be written", "fix its rights or choose another")
 
 
-def _room(cache: Path, num_bytes: int) -> Iterator[Finding]:
-    """Whether what is not in the cache yet fits on its disk."""
-    existing = nearest_existing(cache)
-    if existing is None:
-        return
-    try:
-        free = shutil.disk_usage(existing).free
-        there = sum(path.stat().st_size for path in cache.glob("*.safetensors"))
-    except OSError:
-        return  # a folder that cannot be read is named by `_writable`, or holds nothing that matters
-    if free < num_bytes - there:
-        yield Finding(str(cache), f"{free / 1e9:.1f} GB free, the cache needs about {(num_bytes - there) / 1e9:.1f} GB",
-                      "free space")  # fmt: skip
+def _to_cache(surveys: Iterable[_Survey]) -> dict[Path, int]:
+    """For each cache folder about the bytes that are not in it yet."""
+    need: Counter[Path] = Counter()
+    for survey in surveys:
+        need[survey.entry.cache_directory.resolve()] += survey.cache_bytes
+    for folder in need:
+        with suppress(OSError):  # a folder that cannot be read is named by `_writable`, or holds nothing that matters
+            need[folder] -= sum(path.stat().st_size for path in folder.glob("*.safetensors"))
+    return {folder: max(0, num_bytes) for folder, num_bytes in need.items()}
+
+
+def _room(to_cache: Mapping[Path, int]) -> Iterator[Finding]:
+    """Whether what is to be cached fits on its disks."""
+    for folder in {disk_of(folder): folder for folder in to_cache}.values():
+        if existing := nearest_existing(folder):
+            free, needed = shutil.disk_usage(existing).free, bytes_on_disk_of(folder, to_cache)
+            if free < needed:
+                found = f"{free / 1e9:.1f} GB free, the cache needs about {needed / 1e9:.1f} GB"
+                yield Finding(str(folder), found, "free space")
 
 
 def _weights(options: Check) -> Iterator[Finding]:

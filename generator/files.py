@@ -8,7 +8,7 @@ import shutil
 import stat
 import sys
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from glob import escape
 from pathlib import Path
@@ -91,6 +91,18 @@ def write_whole(path: Path, chunks: Iterable[bytes | memoryview], *, mode: int |
 def nearest_existing(path: Path) -> Path | None:
     """The path, or the nearest folder above it that exists; None when not even its drive does."""
     return next((place for place in (path.absolute(), *path.absolute().parents) if place.exists()), None)
+
+
+def disk_of(folder: Path) -> int | None:
+    """The number of the file system that a folder lies on, or would; None when not even its drive is there."""
+    existing = nearest_existing(folder)
+    return None if existing is None else existing.stat().st_dev
+
+
+def bytes_on_disk_of(folder: Path, to_write: Mapping[Path, int]) -> int:
+    """How many of the bytes that are to be written into other folders go to the file system of this one."""
+    disk = disk_of(folder)
+    return sum(num_bytes for other, num_bytes in to_write.items() if disk_of(other) == disk)
 
 
 def unwritable(folder: Path) -> str:

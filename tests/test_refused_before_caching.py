@@ -11,7 +11,7 @@ from safetensors.torch import save_file
 from shells.bundles import bundle
 from tiny import TinyRun
 
-from wangen.generator import scripts
+from wangen.generator import check, scripts
 from wangen.generator.check import run
 from wangen.generator.steps import CacheLatents, Check
 
@@ -94,3 +94,21 @@ def test_the_card_is_not_asked(found):
     """Caching may run on a machine without the card that training has."""
     assert found(vram="auto") == []
     assert found(vram="24", compile=True, quantize="fp8") == []
+
+
+def test_the_checkpoints_and_the_cache_share_a_disk(found, tmp_path, monkeypatch):
+    """Either fits alone. A disk that is full, by word of the system: a real one would need the rights to mount it."""
+    usage, free = namedtuple("usage", "total used free"), 3_100_000_000
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage(10**12, 10**12 - free, free))
+    monkeypatch.setattr(check, "latent_bytes", lambda *_: 10**9)
+    assert found() == [], "three pictures, and a small LoRA"
+    many = {"max_train_steps": 10**6, "save_every_n_steps": 1, "keep_last": 2000}
+    (problem,) = found(**many)
+    assert "the checkpoints need up to" in problem
+    assert "the cache 3.0 GB, and 3.1 GB are free" in problem
+    monkeypatch.setattr(check, "latent_bytes", lambda *_: 10**5)
+    assert found(**many) == []
+    free = 2_900_000_000
+    monkeypatch.setattr(check, "latent_bytes", lambda *_: 10**9)
+    (problem,) = found()
+    assert "2.9 GB free, the cache needs about 3.0 GB" in problem

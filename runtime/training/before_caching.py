@@ -1,6 +1,8 @@
 """What a training can be refused for before its dataset is cached, which may take hours."""
 
+from collections.abc import Mapping
 from dataclasses import replace
+from pathlib import Path
 
 from wangen import profiles
 from wangen.generator.steps import Train
@@ -9,12 +11,13 @@ from wangen.runtime.training.plan import Plan, num_steps_of, plan_experts
 from wangen.runtime.training.refusals import MANY_STEPS, refuse_anywhere, resolved
 
 
-def require_trainable(options: Train, num_batches: int) -> None:
+def require_trainable(options: Train, num_batches: int, to_cache: Mapping[Path, int]) -> None:
     """Refuse what training would refuse on any card, and a disk that cannot hold its checkpoints.
 
     Args:
         options: as they were given.
         num_batches: of an epoch, at least.
+        to_cache: for each cache folder the bytes that caching will write, which may need the same disk.
 
     Raises:
         WangenError: as for `refuse` and `require_room`.
@@ -29,4 +32,4 @@ def require_trainable(options: Train, num_batches: int) -> None:
         replace(expert, num_steps=0 if number else num_steps)
         for number, expert in enumerate(plan_experts(options, model, MANY_STEPS))
     )
-    require_room(Plan(options, model, [], [], steps_per_epoch, tuple(experts), {}))
+    require_room(Plan(options, model, [], [], steps_per_epoch, tuple(experts), {}), to_cache)

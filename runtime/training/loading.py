@@ -6,6 +6,7 @@ import shutil
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -13,7 +14,7 @@ import torch
 from wangen.generator import headers
 from wangen.generator.companions import sort_out
 from wangen.generator.errors import WangenError, bytes_text
-from wangen.generator.files import nearest_existing
+from wangen.generator.files import bytes_on_disk_of, nearest_existing
 from wangen.generator.launch import Launch
 from wangen.generator.plan.saves import most_bytes, saved_bytes
 from wangen.generator.run_folder import SAMPLES
@@ -220,8 +221,12 @@ def as_here(state: ExpertState, expert: str, sharded: "ShardedWeights | None") -
     )
 
 
-def require_room(plan: Plan) -> None:
+def require_room(plan: Plan, to_cache: Mapping[Path, int] = MappingProxyType({})) -> None:
     """Refuse a disk that cannot hold what the run will save, and folders of it that cannot be written.
+
+    Args:
+        plan: of the run.
+        to_cache: for each folder the bytes that are written into it before.
 
     Raises:
         WangenError: the need and what is free, or the folder.
@@ -230,10 +235,12 @@ def require_room(plan: Plan) -> None:
         require_writable(folder)  # another user may have made them
     options, needed = plan.options, room_needed(plan)
     free = shutil.disk_usage(nearest_existing(options.output_dir) or options.output_dir).free
-    if free < needed:
+    beside = bytes_on_disk_of(options.output_dir, to_cache)
+    if free < needed + beside:
         smaller = "lower --network_dim" if options.train_mode == "lora" else "give --save_precision bfloat16"
         raise WangenError(
-            f"the checkpoints need up to {bytes_text(needed)}, and {bytes_text(free)} are free",
+            f"the checkpoints need up to {bytes_text(needed)}"
+            f"{f', the cache {bytes_text(beside)}' if beside else ''}, and {bytes_text(free)} are free",
             where=str(options.output_dir),
             cure=f"free space, {smaller}, keep fewer (--keep_last), or give another --output_dir",
         )
