@@ -1,7 +1,7 @@
 """diffusers and peft without what this project never takes from them: loaded when this module is.
 
 Four fifths of the time of importing `WanTransformer3DModel` and `LoraConfig` go into transformers, scipy, the compiler
-of torch, sixty other transformers of diffusers and its quantizers, none of which a training run touches. While the two
+of torch, requests, sixty other transformers of diffusers and its quantizers, none of which a training run touches. While the two
 libraries are loaded here,
 
 - `POSTPONED` and `HOLLOW` packages are not loaded: a name that is taken from them is a stand-in, which fetches the real
@@ -29,7 +29,7 @@ import torch
 from torch._compile import _disable_dynamo
 
 LOADED = ("peft", "diffusers.models.transformers.transformer_wan")
-POSTPONED = ("transformers", "scipy")
+POSTPONED = ("transformers", "scipy", "requests")
 HOLLOW = ("diffusers.models.transformers", "diffusers.quantizers")
 ABSENT = "torch._dynamo"
 DISTRIBUTED = "torch.distributed.tensor"
