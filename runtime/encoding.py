@@ -120,9 +120,10 @@ def _encode_needs(
     with closing(ahead(jobs, num_workers(options.num_workers))) as decoded:
         for batch, frames in decoded:
             for need, tensors in models.encode(batch, frames):
-                if need.recipe.kind == "mask" and not tensors["mask"].any():
-                    log.warning("  the mask of %s is all black: nothing of it will count; white is what counts",
-                                need.sample.name)  # fmt: skip
+                if need.recipe.kind == "mask" and (cells := float(tensors["mask"].sum())) < 1:
+                    how, part = ("all but black", "next to nothing") if cells else ("all black", "nothing")
+                    log.warning("  the mask of %s is %s: %s of it will count; white is what counts",
+                                need.sample.name, how, part)  # fmt: skip
                 writer.put(need.recipe, models.encoders[need.recipe.kind], tensors)
                 done += 1
                 advance(1, f"{need.sample.name}  {writer.num_bytes / 1e9:.2f} GB")

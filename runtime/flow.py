@@ -61,7 +61,8 @@ def flow_loss(predicted: torch.Tensor, target: torch.Tensor, mask: torch.Tensor 
     Args:
         predicted: (B, C, F, h, w) velocity.
         target: the same of the truth.
-        mask: (B, 1, F, h, w) in [0, 1]: how much each cell counts in the mean; None counts all alike.
+        mask: (B, 1, F, h, w) in [0, 1]: how much each cell counts in the mean; None counts all alike. Where it sums to
+            less than one cell, as the noise that a codec leaves in black, the sample counts so much less.
 
     >>> mask = torch.tensor([1.0, 0.0]).view(1, 1, 1, 1, 2)
     >>> flow_loss(torch.tensor([1.0, 9.0]).view(1, 1, 1, 1, 2), torch.zeros(1, 1, 1, 1, 2), mask)
@@ -71,4 +72,5 @@ def flow_loss(predicted: torch.Tensor, target: torch.Tensor, mask: torch.Tensor 
     if mask is None:
         return error.mean(dim=(1, 2, 3, 4))
     weights = mask.to(error).expand_as(error)
-    return (error * weights).sum(dim=(1, 2, 3, 4)) / weights.sum(dim=(1, 2, 3, 4)).clamp_min(1e-6)
+    one_cell = error.shape[1]
+    return (error * weights).sum(dim=(1, 2, 3, 4)) / weights.sum(dim=(1, 2, 3, 4)).clamp_min(one_cell)

@@ -1,8 +1,8 @@
 """diffusers and peft without what this project never takes from them: loaded when this module is.
 
-Four fifths of the time of importing `WanTransformer3DModel` and `LoraConfig` go into transformers, scipy, the compiler
-of torch, requests, sixty other transformers of diffusers and its quantizers, none of which a training run touches. While the two
-libraries are loaded here,
+Four fifths of the time of importing `WanTransformer3DModel` and `LoraConfig` go into transformers, scipy, requests, the
+compiler of torch, sixty other transformers of diffusers and its quantizers, none of which a training run touches. While
+the two libraries are loaded here,
 
 - `POSTPONED` and `HOLLOW` packages are not loaded: a name that is taken from them is a stand-in, which fetches the real
   one when it is called or looked into, so that nothing is missing, only later; the files within a hollow package are

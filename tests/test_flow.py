@@ -53,6 +53,15 @@ def test_where_the_mask_is_black_all_over_nothing_counts():
     assert predicted.grad.isfinite().all()
 
 
+def test_what_a_codec_leaves_in_a_black_mask_does_not_count_as_a_whole_item():
+    predicted, target = torch.full((3, 16, 2, 4, 4), 2.0), torch.zeros(3, 16, 2, 4, 4)
+    mask = torch.zeros(3, 1, 2, 4, 4)
+    mask[0, 0, 1, 2, 1:3] = 5e-4
+    mask[1, 0, 1, 2, 1] = 0.25
+    mask[2, 0, 0, 0, 0] = 1.0
+    torch.testing.assert_close(flow_loss(predicted, target, mask), torch.tensor([0.004, 1.0, 4.0]))
+
+
 def test_the_loss_of_half_precision_is_computed_in_float32():
     predicted, target = torch.full((1, 1, 1, 1, 2), 3.0), torch.full((1, 1, 1, 1, 2), 2.0)
     target[..., 1] = 1 / 256

@@ -57,6 +57,16 @@ def test_the_log_says_what_trains_how_memory_is_saved_and_how_fast_it_was(tiny_r
     assert report.inputs["memory"]["blocks_to_swap"] == 1
 
 
+@pytest.mark.parametrize(("accumulation", "words"), [
+    (2, "the last step of each epoch has 1 of 2 batches: an epoch has 3"),
+    (5, "each step has 3 of 5 batches: an epoch has 3"), (3, ""), (1, ""),
+])  # fmt: skip
+def test_an_epoch_that_the_accumulation_does_not_divide_is_told(tiny_run, tmp_path, caplog, accumulation, words):
+    train.run(tiny_run.options(tmp_path, max_train_steps=1, gradient_accumulation_steps=accumulation))
+    assert words in caplog.text
+    assert ("batches: an epoch has" in caplog.text) == bool(words)
+
+
 def test_a_plain_run_says_nothing_of_memory(tiny_run, tmp_path, caplog):
     train.run(tiny_run.options(tmp_path, max_train_steps=1))
     assert "memory: --" not in caplog.text

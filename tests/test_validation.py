@@ -34,6 +34,7 @@ from wangen.runtime.training.validation import (
     is_better,
     measure,
     stratified_sigmas,
+    validation_sigmas,
 )
 
 SIGMAS = stratified_sigmas(0.0, 1.0, 3)
@@ -284,6 +285,14 @@ def test_timesteps_are_even_over_an_experts_range_and_never_at_its_ends():
     assert stratified_sigmas(0.0, 0.875, 1) == (0.4375,)
 
 
+@pytest.mark.parametrize(("least", "most", "expected"), [
+    (0, 1000, (0.225, 0.675)), (0, 300, (0.075, 0.225)), (500, 1000, (0.6, 0.8)), (500, 600, (0.525, 0.575)),
+])  # fmt: skip
+def test_an_expert_is_judged_at_the_timesteps_that_it_is_trained_at(least, most, expected):
+    options = SimpleNamespace(validation_timesteps=2, min_timestep=least, max_timestep=most)
+    assert validation_sigmas(options, SimpleNamespace(low=0.0, high=0.9)) == pytest.approx(expected)
+
+
 def validation(loss) -> Validation:
     return Validation((), 1.0, loss, None, 1, loss - 1, None, 0)
 
@@ -329,12 +338,15 @@ def test_a_run_is_judged_with_the_first_frames_that_it_is_given_in_training(run,
 
 
 def test_whatever_a_loss_is_measured_at_makes_other_points_of_it():
-    def judged(items="a", frames=0, timesteps=3, seed=42, low=0.0, high=1.0):
-        options = SimpleNamespace(validation_timesteps=timesteps, condition_frames=frames, seed=seed)
+    def judged(items="a", frames=0, timesteps=3, seed=42, low=0.0, high=1.0, most=1000):
+        options = SimpleNamespace(
+            validation_timesteps=timesteps, condition_frames=frames, seed=seed, min_timestep=0, max_timestep=most
+        )
         trainee = SimpleNamespace(plan=SimpleNamespace(low=low, high=high))
         return watching.Watching._judged(SimpleNamespace(_options=options, _items=items), trainee)
 
-    changes = ({}, {"items": "b"}, {"frames": 1}, {"timesteps": 4}, {"seed": 43}, {"low": 0.5}, {"high": 0.5})
+    changes = ({}, {"items": "b"}, {"frames": 1}, {"timesteps": 4}, {"seed": 43}, {"low": 0.5}, {"high": 0.5},
+               {"most": 800})  # fmt: skip
     assert len({judged(**change) for change in changes}) == len(changes)
     assert judged() == judged()
 

@@ -167,10 +167,12 @@ def _both(call: Call, task: str) -> Iterator[Finding]:
     boundary = boundary / 1000 if boundary > 1 else boundary
     share = noisy_share(call, boundary)
     if share is not None and share < _STARVED:
-        mode = call.value("timestep_sampling") or "sigma"
+        mode, cure = call.value("timestep_sampling") or "sigma", "take --max_timestep off"
+        if call.number("max_timestep", 1000) > 1000 * boundary:
+            cure = "write --timestep_sampling shift --discrete_flow_shift 12 (70 %), or 5 (37 %)"
         yield Finding("starved", call.line_of("timestep_sampling"), f"with the sampling mode {mode} "
                       f"{100 * share:.2g} % of the steps train the high-noise expert: it stays untrained",
-                      "write --timestep_sampling shift --discrete_flow_shift 12 (70 %), or 5 (37 %)")  # fmt: skip
+                      cure)  # fmt: skip
     if call.given("num_timestep_buckets"):
         yield Finding("experts", call.line_of("num_timestep_buckets"), "--num_timestep_buckets is not respected "
                       "with two experts", "take it off", "warning")  # fmt: skip
@@ -209,9 +211,26 @@ def _known(call: Call, name: str) -> bool:
 
 def noisy_share(call: Call, boundary: float) -> float | None:
     """The share of steps with a sigma at or above `boundary`, by musubi-tuner's formulas; None for other modes."""
+    low, high = (call.number(name, default) / 1000 for name, default in (("min_timestep", 0), ("max_timestep", 1000)))
+    if (low, high) == (0, 1):
+        return _drawn_above(call, boundary)
+    if low >= high or (call.value("timestep_sampling") or "sigma") == "sigma":  # it inverts them, which is said
+        return None
+    if not call.given("preserve_distribution_shape"):
+        return _drawn_above(call, min(max((boundary - low) / (high - low), 0), 1))
+    above, least, most = (_drawn_above(call, min(max(sigma, low), high)) for sigma in (boundary, low, high))
+    if above is None or least is None or most is None or least == most:
+        return None
+    return (above - most) / (least - most)
+
+
+def _drawn_above(call: Call, boundary: float) -> float | None:
+    """Likewise, of what is drawn before it is squeezed or cut."""
+    if not 0 < boundary < 1:
+        return 1.0 if boundary <= 0 else 0.0
     mode = call.value("timestep_sampling") or "sigma"
     scheme = call.value("weighting_scheme") or "none"
-    logit = math.log(boundary / (1 - boundary)) if 0 < boundary < 1 else 0.0
+    logit = math.log(boundary / (1 - boundary))
     mean, deviation = call.number("logit_mean", 0), call.number("logit_std", 1) or 1.0
     scale = call.number("sigmoid_scale", 1) or 1.0
     if mode == "uniform" or (mode == "sigma" and scheme != "logit_normal"):

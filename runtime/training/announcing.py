@@ -66,6 +66,10 @@ def announce(training: Run) -> None:
                  "computes")  # fmt: skip
     elif training.ranks.in_step:
         log.info("  the frozen weights of the blocks are in parts: each process gathers a block before it computes")
+    if left := plan.batches_per_epoch % options.gradient_accumulation_steps:
+        few = plan.batches_per_epoch < options.gradient_accumulation_steps
+        log.info("  %s has %s of %d batches: an epoch has %d", "each step" if few else "the last step of each epoch",
+                 left, options.gradient_accumulation_steps, plan.batches_per_epoch)  # fmt: skip
     resuming = f", resuming at {training.step}" if training.step else ""
     log.info("  %s, %s per epoch, %d steps in all%s", many(len(plan.samples), "sample"),
              many(plan.steps_per_epoch, "step"), training.num_steps, resuming)  # fmt: skip

@@ -16,9 +16,11 @@ from typing import Any
 import torch
 
 from wangen.generator.errors import many
+from wangen.generator.steps import Train
 from wangen.runtime.fast import graphs
 from wangen.runtime.loader import CachedSample, Draw, read_batch
 from wangen.runtime.randomness import generator_for
+from wangen.runtime.training.plan import ExpertPlan
 from wangen.runtime.training.prepared import Prepared, clean_frames
 
 log = logging.getLogger("wangen")
@@ -121,6 +123,12 @@ def stratified_sigmas(low: float, high: float, number: int) -> tuple[float, ...]
     (0.125, 0.375, 0.625, 0.875)
     """
     return tuple(low + (high - low) * (part + 0.5) / number for part in range(number))
+
+
+def validation_sigmas(options: Train, expert: ExpertPlan) -> tuple[float, ...]:
+    """The noise levels at which a run judges an expert: even over what it is trained at."""
+    low, high = max(expert.low, options.min_timestep / 1000), min(expert.high, options.max_timestep / 1000)
+    return stratified_sigmas(low, high, options.validation_timesteps)
 
 
 def measure(

@@ -61,7 +61,7 @@ from wangen.runtime.training.validation import (
     evaluating,
     is_better,
     measure,
-    stratified_sigmas,
+    validation_sigmas,
 )
 
 log = logging.getLogger("wangen")
@@ -333,7 +333,7 @@ class Watching:
 
     def _judged(self, trainee: Trainee) -> str:
         """A digest of what the losses of an expert are measured at."""
-        sigmas = stratified_sigmas(trainee.plan.low, trainee.plan.high, self._options.validation_timesteps)
+        sigmas = validation_sigmas(self._options, trainee.plan)
         return digest([self._items, self._options.condition_frames, list(sigmas), self._options.seed])
 
     def _measure(self, trainee: Trainee, weights: Mapping[str, torch.Tensor] = MappingProxyType({})) -> Losses:
@@ -344,7 +344,7 @@ class Watching:
             self._check()
             return item_errors(self._run.kind, trainee.model, prepared, self._device)
 
-        sigmas = stratified_sigmas(trainee.plan.low, trainee.plan.high, options.validation_timesteps)
+        sigmas = validation_sigmas(options, trainee.plan)
         frames = options.condition_frames or 0
         own: Losses | None = None
         with (
