@@ -25,13 +25,14 @@ from types import ModuleType
 from typing import Any
 
 TRAIN = "wangen.runtime.train"
+LOOP = "wangen.runtime.training.loop"
 STAGES = {
-    "refuse": "flags judged",
-    "make_plan": "cache read, plan made",
-    "_prepare": "model, adapter, optimizer",
-    "optimizer_step": "first step",
+    "refuse": (TRAIN, "flags judged"),
+    "make_plan": (TRAIN, "cache read, plan made"),
+    "_prepare": (TRAIN, "model, adapter, optimizer"),
+    "optimizer_step": (LOOP, "first step"),
 }
-"""Functions of that module after which the clock is read, and what is done by then."""
+"""Functions after which the clock is read, of which module they are, and what is done by then."""
 
 
 def make_inputs(folder: Path) -> None:
@@ -85,7 +86,7 @@ def child(folder: Path) -> None:
         @wraps(function)
         def inner(*arguments: Any, **named: Any) -> Any:
             result = function(*arguments, **named)
-            mark(STAGES[name])
+            mark(STAGES[name][1])
             if name == "optimizer_step":
                 print(json.dumps(marks), flush=True)
                 os._exit(0)
@@ -102,8 +103,8 @@ def child(folder: Path) -> None:
         module = importlib.import_module(name)
         if name == TRAIN:
             mark("import the rest")
-            for stage in STAGES:
-                setattr(module, stage, marked(getattr(module, stage), stage))
+            for stage, (home, _) in STAGES.items():
+                setattr(sys.modules[home], stage, marked(getattr(sys.modules[home], stage), stage))
         return module
 
     mark("interpreter")

@@ -44,6 +44,17 @@ class WangenError(Exception):
         return "\n".join(lines)
 
 
+def in_line(error: WangenError | OSError) -> str:
+    """The message in one line, as a log takes it.
+
+    >>> in_line(WangenError("no caption", where="a.jpg", cure="write a.txt"))
+    'a.jpg: no caption; write a.txt'
+    """
+    if isinstance(error, WangenError):
+        return "; ".join(filter(None, (": ".join(filter(None, (error.where, error.found))), error.cure)))
+    return str(error)
+
+
 class UsageError(WangenError):
     """A wrong command line or configuration file: exit code 2."""
 

@@ -2,16 +2,32 @@
 
 from collections import deque
 from collections.abc import Callable, Generator, Iterable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import TypeVar
 
 T = TypeVar("T")
 
+ASKED_EVERY_S = 1.0
 
-def ahead(jobs: Iterable[Callable[[], T]], num_workers: int) -> Generator[T, None, None]:
+
+class StoppedError(Exception):
+    """The caller wanted to stop while it waited for a result."""
+
+
+def ahead(
+    jobs: Iterable[Callable[[], T]], num_workers: int, stop: Callable[[], bool] | None = None
+) -> Generator[T, None, None]:
     """The results of the jobs in order, at most `num_workers` ahead; 0 works in the caller's thread.
 
     Closing the generator drops the jobs that have not begun. What a job raises, the caller gets in its place.
+
+    Args:
+        jobs: each gives a result.
+        num_workers: threads.
+        stop: asked every second while a thread is waited for, which a disk may hold up for long.
+
+    Raises:
+        StoppedError: it said so.
 
     >>> list(ahead([lambda: 1, lambda: 2], num_workers=4))
     [1, 2]
@@ -21,13 +37,26 @@ def ahead(jobs: Iterable[Callable[[], T]], num_workers: int) -> Generator[T, Non
             yield job()
         return
     waiting: deque[Future[T]] = deque()
-    pool = ThreadPoolExecutor(num_workers)
+    pool, waits = ThreadPoolExecutor(num_workers), True
     try:
         for job in jobs:
             waiting.append(pool.submit(job))
             if len(waiting) > num_workers:
-                yield waiting.popleft().result()
+                yield _result(waiting.popleft(), stop)
         while waiting:
-            yield waiting.popleft().result()
+            yield _result(waiting.popleft(), stop)
+    except StoppedError:
+        waits = False
+        raise
     finally:
-        pool.shutdown(cancel_futures=True)
+        pool.shutdown(wait=waits, cancel_futures=True)
+
+
+def _result(future: Future[T], stop: Callable[[], bool] | None) -> T:
+    while stop:
+        wait([future], ASKED_EVERY_S)
+        if future.done():
+            break
+        if stop():
+            raise StoppedError
+    return future.result()

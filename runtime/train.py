@@ -31,17 +31,15 @@ from wangen.runtime.interrupt import Interrupt
 from wangen.runtime.loader import cache_use
 from wangen.runtime.memory.allocator import keep_freed_memory
 from wangen.runtime.models import family
-from wangen.runtime.progress import progress
 from wangen.runtime.sources import digest_file
-from wangen.runtime.training import checkpoint
 from wangen.runtime.training.announcing import announce
 from wangen.runtime.training.checkpoint import TrainingState
 from wangen.runtime.training.facts import BEFORE, FIRST_LOSS, LAST_LOSS, LOOKED, SCHEDULE_FREE
 from wangen.runtime.training.loading import is_crowded, load_trainee, require_room
-from wangen.runtime.training.out_of_memory import enough_memory_for, enough_memory_for_steps
+from wangen.runtime.training.loop import train_to_end
+from wangen.runtime.training.out_of_memory import enough_memory_for
 from wangen.runtime.training.parallel import chosen_way, in_parts, mesh_of, require_parallel
 from wangen.runtime.training.plan import Plan, dataset_digest, make_plan
-from wangen.runtime.training.prepared import groups
 from wangen.runtime.training.ranks import Ranks, joined, sum_of_bits
 from wangen.runtime.training.refusals import for_its_steps, refuse, resolved
 from wangen.runtime.training.resuming import (
@@ -57,20 +55,14 @@ from wangen.runtime.training.resuming import (
 from wangen.runtime.training.run import Run
 from wangen.runtime.training.samples import read_training_samples
 from wangen.runtime.training.saving import (
-    Saving,
     drop_other_states,
     lost_best,
-    require_own_folder,
     save_loras,
     save_missed,
-    save_state,
     save_state_as_loras,
-    settle_state,
 )
-from wangen.runtime.training.schedules import make_schedule
 from wangen.runtime.training.set_aside import set_other_ends_aside, set_other_epochs_aside
 from wangen.runtime.training.show_timesteps import show, sizes_of_dataset
-from wangen.runtime.training.step import optimizer_step
 from wangen.runtime.training.throughput import in_words
 from wangen.runtime.training.watching import Watching
 
@@ -81,7 +73,6 @@ log = logging.getLogger("wangen")
 
 _EACH_ITS_OWN = ("device", "vae_device", "text_encoder_device", "max_data_loader_n_workers", "gpus", "vram")
 """Flags that processes which train together may have of their own."""
-_LOOKING = "validating or sampling"
 _TIMING = ("steps_this_run", "seconds_training", "speed")
 """What a report says of the time that a start took."""
 
@@ -182,10 +173,10 @@ def _run_alone(options: Train, asked: Train, free: int | None, device: torch.dev
         state = None  # its tensors have been copied, and would stay in host memory
         start, started = training.step, time.monotonic()
         with Interrupt() as interrupt:
-            if not _train(training, watching, interrupt):
+            if not train_to_end(training, watching, interrupt):
                 raise KeyboardInterrupt
-    for path in save_loras(training):
-        log.info("  saved %s", path)
+        for path in save_loras(training):  # before the logs are closed, which may wait for a network
+            log.info("  saved %s", path)
     for line in lost_best(plan, training.facts) if ranks.is_first else ():
         log.warning("  %s", line)
     speed = watching.speed()
@@ -231,7 +222,7 @@ def _settings(plan: Plan) -> dict[str, Any]:
 def _prepare(
     plan: Plan, device: torch.device, state: TrainingState | None, ranks: Ranks, mesh: "DeviceMesh | None" = None
 ) -> Run:
-    """Load the transformers, add the adapters, and put the state in; only then `--fresh` forgets an earlier run."""
+    """Load the transformers, add the adapters, and put the state in."""
     kind = family(plan.model)
     # What is split is read into host memory first.
     in_turns = mesh is not None and ranks.any(is_crowded(plan, ranks.launch))
@@ -259,109 +250,9 @@ def _prepare(
         training.facts = plan.facts | ({BEFORE: plan.trained_before} if plan.trained_before else {})
     if plan.options.fresh and not state:
         training.facts |= begun_by(ranks.launch)
-        if ranks.is_first:
-            checkpoint.forget(plan.states)
+        training.begins_anew = True
     announce(training)
     return training
-
-
-def _train(training: Run, watching: Watching, interrupt: Interrupt) -> bool:
-    """The loop over optimizer steps, until the end or an interrupt; what is due is saved on the way.
-
-    Returns:
-        Whether the run came to its end.
-    """
-    plan, ranks, saving = training.plan, training.ranks, Saving(training)
-    factors = [make_schedule(plan.options, expert.num_steps) for expert in plan.experts]
-    readers = [
-        groups(plan, trainee.plan, trainee.step, ranks, pin=training.device.type == "cuda")
-        for trainee in training.trainees
-    ]
-    if not _begin(training, watching, interrupt):
-        return False
-    at_end = False
-    try:
-        with progress("train", training.num_steps, training.step) as advance:
-            for number in plan.turns([trainee.step for trainee in training.trainees]):
-                if ranks.any(interrupt.requested):
-                    break
-                with watching.waiting(), _saved_first(training, watching):
-                    group = next(readers[number])
-                with enough_memory_for_steps(training, group):
-                    trainee = training.activate(number)
-                    result = optimizer_step(training, trainee, group, factors[number](trainee.step), interrupt)
-                if result is None:
-                    break
-                advance(1, watching.after(result))
-                settle_state(training, wait=False)
-                to_save = ranks.any(saving.due())
-                looks = to_save or ranks.any(watching.due())  # the first may be the only one that samples
-                if looks and not _look_and_save(training, watching, saving if to_save else None):
-                    break
-            else:
-                at_end = True
-            watching.settle()
-    finally:
-        for reader in readers:
-            reader.close()
-    if training.saved_step != training.step:
-        save_state(training)
-    settle_state(training)
-    ranks.meet()  # a launcher that sees one process end stops the others, also one that still saves
-    return at_end
-
-
-@contextlib.contextmanager
-def _saved_first(training: Run, watching: Watching) -> Iterator[None]:
-    """Before reading fails the run, between two steps, save the steps since the last state.
-
-    Not where several processes train: the others have gone on to the step, and save nothing with this one.
-    """
-    try:
-        yield
-    except (WangenError, OSError, RuntimeError, MemoryError):  # as where memory cannot be pinned
-        if training.ranks.count == 1 and training.saved_step != training.step:
-            with contextlib.suppress(WangenError, OSError):  # the first error is the one to tell
-                watching.settle()
-                save_state(training)
-                log.info("  the training state of step %d is saved", training.step)
-        raise
-
-
-def _look_and_save(training: Run, watching: Watching, saving: Saving | None) -> bool:
-    """Look at the model between two steps, and save where something is to be saved.
-
-    Returns:
-        Whether no interrupt broke the looking off.
-    """
-    require_own_folder(training)
-    watching.settle()
-    with watching.paused():
-        looked = False
-        try:
-            with enough_memory_for(training.plan, training.device, _LOOKING):
-                whole = watching.look()
-            looked = True
-        finally:  # what goes wrong there does not cost what was trained, where one saves for all
-            if saving and (looked or not training.is_sharded):
-                saving.save()
-            elif not (looked or training.is_sharded or training.saved_step == training.step):
-                save_state(training)
-        training.ranks.meet()  # no step's time is what one waits for another that saves
-    return whole
-
-
-def _begin(training: Run, watching: Watching, interrupt: Interrupt) -> bool:
-    """Validate and sample before the first step, or finish what an interrupt left undone; False when one came."""
-    again = LOOKED in training.facts
-    with enough_memory_for(training.plan, training.device, _LOOKING):
-        whole = watching.begin(training, interrupt)
-    if again:  # else a start after this one would do once more what was left then
-        save_state(training)
-        settle_state(training)
-    if not whole:
-        training.ranks.meet()  # as at the end of a run
-    return whole
 
 
 def _timing_before(options: Train) -> dict[str, Any]:

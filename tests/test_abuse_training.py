@@ -15,7 +15,7 @@ from tiny import TinyRun
 from wangen.generator.lock import LEASE_S, Owner, this_process
 from wangen.generator.processes import here
 from wangen.generator.session import execute
-from wangen.runtime import train
+from wangen.runtime.training import loop
 
 DEAD = (os.getpid(), 1.0)
 """A process that had this one's number long ago."""
@@ -104,7 +104,7 @@ def test_a_run_that_stood_still_while_another_took_over_writes_nothing_more(
     )  # fmt: skip
     theirs = {options.output_dir / name: name.encode() for name in ("lora-best.safetensors", "train.report.json")}
     other = Owner("elsewhere", DEAD, DEAD).text()
-    step = train.optimizer_step
+    step = loop.optimizer_step
 
     def taken_over(run, *words):
         if run.step == at - 1:
@@ -114,7 +114,7 @@ def test_a_run_that_stood_still_while_another_took_over_writes_nothing_more(
                 path.write_bytes(content)
         return step(run, *words)
 
-    monkeypatch.setattr(train, "optimizer_step", taken_over)
+    monkeypatch.setattr(loop, "optimizer_step", taken_over)
     assert execute(options) == 1
     assert f"process {DEAD[0]} on elsewhere has taken this folder over" in capsys.readouterr().err
     assert lora(options.output_dir) == b"the other's"
@@ -126,27 +126,27 @@ def test_a_run_that_stood_still_while_another_took_over_writes_nothing_more(
 def test_another_name_of_the_machine_is_no_other_run(tiny_run: TinyRun, tmp_path, monkeypatch):
     """As where a laptop gets another one from a network."""
     options = tiny_run.options(tmp_path / "out", max_train_steps=2, save_state_every_n_steps=1)
-    step = train.optimizer_step
+    step = loop.optimizer_step
 
     def renamed(run, *words):
         monkeypatch.setattr(socket, "gethostname", lambda: "another")
         return step(run, *words)
 
-    monkeypatch.setattr(train, "optimizer_step", renamed)
+    monkeypatch.setattr(loop, "optimizer_step", renamed)
     assert execute(options) == 0
     assert lora(options.output_dir)
 
 
 def test_the_curves_go_on_in_a_new_file_where_somebody_removed_the_folder(tiny_run: TinyRun, tmp_path, monkeypatch):
     options = tiny_run.options(tmp_path / "out", max_train_steps=3)
-    step = train.optimizer_step
+    step = loop.optimizer_step
 
     def removed(run, *words):
         if run.step == 1:
             shutil.rmtree(options.output_dir)
         return step(run, *words)
 
-    monkeypatch.setattr(train, "optimizer_step", removed)
+    monkeypatch.setattr(loop, "optimizer_step", removed)
     assert execute(options) == 0
     lines = map(json.loads, (options.output_dir / "metrics.jsonl").read_text().splitlines())
     assert [line["step"] for line in lines if "loss" in line] == [2, 3]

@@ -266,6 +266,7 @@ if os.environ.get("RANK") == "{rank}" and "wangen.runtime" in sys.orig_argv:
     import torch
     from wangen.generator.errors import WangenError
     from wangen.runtime import train
+    from wangen.runtime.training import loop
     {fault}
 """
 
@@ -279,12 +280,12 @@ def faulty(folder: Path, rank: int, fault: str) -> dict[str, str]:
 
 
 AT_STEP_3 = """
-real = train.optimizer_step
+real = loop.optimizer_step
 def step(run, *rest):
     if run.step == 3{also}:
         {how}
     return real(run, *rest)
-train.optimizer_step = step
+loop.optimizer_step = step
 """
 
 
@@ -355,8 +356,8 @@ def test_a_stop_leaves_the_first_the_time_to_save(tiny_run: TinyRun, tmp_path: P
     """All are told to stop, as Slurm does it: were one to end before the state is on disk, the launcher would stop the
     first a second time, in the middle of saving."""
     options = tiny_run.options(tmp_path / "out", max_train_steps=5000)
-    slow = "real = train.save_state\ndef save(*rest):\n    time.sleep(6)\n    real(*rest)\ntrain.save_state = save\n"
-    slow += "train.Saving.due = lambda _: False"  # nothing was saved before
+    slow = "real = loop.save_state\ndef save(*rest):\n    time.sleep(6)\n    real(*rest)\nloop.save_state = save\n"
+    slow += "loop.Saving.due = lambda _: False"  # nothing was saved before
     job = started_with(torchrun(options, 2), options.output_dir, 5, faulty(tmp_path / "fault", 0, slow))
     for worker in psutil.Process(job.pid).children():
         worker.send_signal(signal.SIGTERM)

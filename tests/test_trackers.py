@@ -11,7 +11,7 @@ from tiny import TinyRun
 
 from wangen.generator.errors import UsageError
 from wangen.runtime.training import trackers
-from wangen.runtime.training.trackers import open_trackers, require_trackers
+from wangen.runtime.training.trackers import Trackers, open_trackers, require_trackers
 
 
 def scalars(folder):
@@ -149,6 +149,26 @@ def test_a_missing_package_is_named_with_its_install_line(tiny_run: TinyRun, tmp
         require_trackers(tiny_run.options(tmp_path, log_with=("tensorboard", name)))
 
 
+def test_a_package_that_does_not_load_is_named_before_a_model_loads(tiny_run: TinyRun, tmp_path, monkeypatch):
+    (tmp_path / "site" / "mlflow").mkdir(parents=True)
+    (tmp_path / "site" / "mlflow" / "__init__.py").write_text("import a_package_of_theirs\n")
+    monkeypatch.syspath_prepend(tmp_path / "site")
+    with pytest.raises(UsageError, match="does not load: No module named 'a_package_of_theirs'") as caught:
+        require_trackers(tiny_run.options(tmp_path, log_with=("tensorboard", "mlflow")))
+    assert "pip install --force-reinstall mlflow" in caught.value.cure
+
+
+@pytest.mark.parametrize("error", [TypeError("theirs"), ImportError("protobuf"), KeyError("run")])
+def test_whatever_a_log_raises_the_run_goes_on(tiny_run, tmp_path, caplog, error):
+    def fails(*_words, **_names):
+        raise error
+
+    logs = Trackers({"log": SimpleNamespace(log=fails, finish=fails), "end": SimpleNamespace(log=print, finish=fails)})
+    logs.log(1, {"loss": 1.0})
+    logs.finish()
+    assert caplog.text.count("stopped logging") == 2
+
+
 def test_none_stands_alone(tiny_run: TinyRun, tmp_path):
     require_trackers(tiny_run.options(tmp_path, log_with=("none",)))
     with pytest.raises(UsageError, match="stands alone"):
@@ -157,6 +177,7 @@ def test_none_stands_alone(tiny_run: TinyRun, tmp_path):
 
 def test_wandb_must_not_have_to_ask_for_its_key(tiny_run: TinyRun, tmp_path, monkeypatch):
     monkeypatch.setattr(trackers, "find_spec", lambda _package: object())
+    monkeypatch.setitem(sys.modules, "wandb", ModuleType("wandb"))  # the package is not installed here
     for name in ("WANDB_API_KEY", "WANDB_MODE", "WANDB_BASE_URL"):
         monkeypatch.delenv(name, raising=False)
     file = tmp_path / "netrc"

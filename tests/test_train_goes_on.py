@@ -371,7 +371,7 @@ def test_the_state_that_it_goes_on_from_leaves_the_memory(tiny_run: TinyRun, tmp
     train.run(options)
     kept: list[weakref.ref[torch.Tensor]] = []
     left: list[int] = []
-    real_load, real_train = checkpoint._load, train._train
+    real_load, real_train = checkpoint._load, train.train_to_end
 
     def load(path: Path, checksum: int | None) -> dict[str, torch.Tensor]:
         tensors = real_load(path, checksum)
@@ -384,7 +384,7 @@ def test_the_state_that_it_goes_on_from_leaves_the_memory(tiny_run: TinyRun, tmp
         return real_train(*words)
 
     monkeypatch.setattr(checkpoint, "_load", load)
-    monkeypatch.setattr(train, "_train", watched)
+    monkeypatch.setattr(train, "train_to_end", watched)
     train.run(replace(options, max_train_steps=2))
     assert kept
     assert left == [0]

@@ -18,6 +18,7 @@ from wangen import profiles
 from wangen.generator.steps import CacheLatents, CacheText, Train
 from wangen.runtime import cache_latents, cache_text, train
 from wangen.runtime.models import family
+from wangen.runtime.training import loop
 
 VECTORS = Path(__file__).parent / "vectors"
 Changes = dict[str, Any]
@@ -163,7 +164,7 @@ def measured(folder: Path) -> list[Changes]:
 
 def at_step(patch: pytest.MonkeyPatch, step: int, act: Callable[[], None]) -> None:
     """Do something before the optimizer step that follows so many others."""
-    real, done = train.optimizer_step, []
+    real, done = loop.optimizer_step, []
 
     def watched(*words: Any, **names: Any) -> Any:
         if len(done) == step:
@@ -171,7 +172,7 @@ def at_step(patch: pytest.MonkeyPatch, step: int, act: Callable[[], None]) -> No
         done.append(1)
         return real(*words, **names)
 
-    patch.setattr(train, "optimizer_step", watched)
+    patch.setattr(loop, "optimizer_step", watched)
 
 
 def cut_off(options: Train, step: int) -> None:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from wangen.generator.errors import WangenError
+from wangen.generator.errors import WangenError, in_line
 from wangen.generator.run_folder import SAMPLES
 from wangen.runtime.continuations import (
     Clip,
@@ -100,12 +100,11 @@ class Continuing:
             try:
                 if number not in self._references:
                     self._references[number] = reference_of(clip, decoder, check)
-                frames = pixels_of(decoder.decode(part, check))
+                reference, frames = self._references[number], pixels_of(decoder.decode(part, check))
+                _write(run, number, clip, side_by_side(clip, reference, frames))
             except WangenError as error:
-                log.warning("  continuation %d is left out: %s; %s", number, error.found, error.cure)
+                log.warning("  continuation %d is left out: %s", number, in_line(error))
                 continue
-            reference = self._references[number]
-            _write(run, number, clip, side_by_side(clip, reference, frames))
             model = quality_of(clip.source, frames, clip.given_frames)
             judged.append(Judged(number, clip.name, clip.given_frames, model, reference.vae, reference.copy))
         del decoder

@@ -1,4 +1,4 @@
-"""Losses and gradients that are no numbers: what was trained on then, and what to do."""
+"""Losses, gradients and weights that are no numbers: what was trained on then, and what to do."""
 
 import math
 from collections.abc import Mapping
@@ -6,15 +6,18 @@ from typing import Any
 
 from wangen.generator.errors import WangenError
 from wangen.runtime.training import checkpoint
-from wangen.runtime.training.plan import Plan
+from wangen.runtime.training.run import Run
+
+_PIECE = 1 << 24
+"""Numbers that are looked at together: of a whole transformer an answer for each would take gigabytes."""
 
 
-def refuse_not_finite(record: Mapping[str, Any], plan: Plan) -> None:
+def refuse_not_finite(record: Mapping[str, Any], run: Run) -> None:
     """Stop at the first number that is none.
 
     Args:
         record: of a step, as `StepResult` has it.
-        plan: of the run.
+        run: that it is of.
 
     Raises:
         WangenError: the items, their timesteps and the last good state.
@@ -28,10 +31,36 @@ def refuse_not_finite(record: Mapping[str, Any], plan: Plan) -> None:
         return
     what = "loss" if bad else "gradient"
     named = ", ".join(bad or record["names"])
-    newest = checkpoint.newest(plan.states)
-    last = f"the last good state is {newest}" if newest else "no state was saved yet"
+    last, again = _last_good(run)
     first = ", and at --dit, which may be damaged" if record["step"] == 1 else ""
-    exact = "" if plan.options.mixed_precision == "no" else " or use --mixed_precision no"
-    again = ", with --resume_changed to go on from that state, or with --fresh" if newest else ", and start again"
+    exact = "" if run.plan.options.mixed_precision == "no" else " or use --mixed_precision no"
     raise WangenError(f"the {what} is not finite at step {record['step']}, on {named}; {last}",
                       cure=f"look at these items{first}; lower --learning_rate{exact}{again}")  # fmt: skip
+
+
+def require_finite_weights(run: Run) -> None:
+    """Refuse to save what is trained, or its average, where it is broken: the state before it is the one to keep.
+
+    An optimizer can break weights in a step whose loss and gradient are numbers.
+
+    Raises:
+        WangenError: the last good state, and what to do.
+    """
+    broken = not all(
+        piece.isfinite().all()
+        for trainee in run.trainees
+        for numbers in (*trainee.optimization.flat.weights, *(trainee.ema.weights().values() if trainee.ema else ()))
+        for piece in numbers.detach().flatten().split(_PIECE)
+    )
+    if run.ranks.any(broken) if run.is_sharded else broken:  # what is not in parts is the same in all
+        last, again = _last_good(run)
+        raise WangenError(f"the weights are not finite after step {run.step}, and are not saved; {last}",
+                          cure=f"lower --learning_rate, or take other --optimizer_args{again}")  # fmt: skip
+
+
+def _last_good(run: Run) -> tuple[str, str]:
+    """Which state to go on from, and how."""
+    newest = None if run.begins_anew else checkpoint.newest(run.plan.states)
+    if newest:
+        return f"the last good state is {newest}", ", with --resume_changed to go on from that state, or with --fresh"
+    return "no state was saved yet", ", and start again"

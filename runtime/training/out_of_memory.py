@@ -12,6 +12,7 @@ from wangen.generator.steps import Train
 from wangen.profiles import Model
 from wangen.runtime.devices import out_of_memory_as
 from wangen.runtime.loader import Batch
+from wangen.runtime.training import checkpoint
 from wangen.runtime.training.plan import Plan
 from wangen.runtime.training.prepared import Group
 from wangen.runtime.training.run import Run
@@ -80,4 +81,5 @@ def _cure(plan: Plan, together: int, alone: int, available: int | None) -> str:
         told = " ".join(changes)
     else:
         told = "a smaller resolution, fewer target_frames or batch_size 1: no other change makes room enough"
-    return f"give {told}; the last saved state stays (wangen train --resume_changed goes on with other settings)"
+    stays = "; the last saved state stays (wangen train --resume_changed goes on with other settings)"
+    return f"give {told}{stays if checkpoint.newest(plan.states) else ''}"

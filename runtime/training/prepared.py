@@ -65,7 +65,13 @@ class Group(NamedTuple):
 
 
 def groups(
-    plan: Plan, expert: ExpertPlan, step: int, ranks: Ranks, *, pin: bool = False
+    plan: Plan,
+    expert: ExpertPlan,
+    step: int,
+    ranks: Ranks,
+    *,
+    pin: bool = False,
+    stop: Callable[[], bool] | None = None,
 ) -> Generator[Group, None, None]:
     """What an expert is trained on from a step of its own to its end, read ahead in threads, also into the next epoch.
 
@@ -75,11 +81,15 @@ def groups(
         step: how many steps it has done.
         ranks: this process reads its own share of every step's batches.
         pin: put the tensors into pinned memory, from where a GPU takes them while it computes.
+        stop: asked while a batch is waited for.
+
+    Raises:
+        StoppedError: it said so.
     """
     sampler = Sampler(plan.options, expert.low, expert.high, expert.name)
     to_read, to_train = tee(_drawn(plan, expert, step))
     jobs = (partial(_read, plan, sampler, epoch, draws, pin) for epoch, each in to_read for draws in ranks.own(each))
-    with closing(ahead(jobs, plan.options.max_data_loader_n_workers)) as reader:
+    with closing(ahead(jobs, plan.options.max_data_loader_n_workers, stop)) as reader:
         for epoch, batches in to_train:
             own = [next(reader) for _ in ranks.own(batches)]
             yield Group(epoch, own, ranks.num_own(batches), sum(map(len, batches)))

@@ -64,6 +64,8 @@ class Run:
         trainees: in the order of `plan.experts`.
         ranks: the processes that train together.
         saved_step: the step of the newest training state on disk, -1 for none.
+        begins_anew: the states of an earlier run are there until it saves its first one (`--fresh`).
+        is_updating: weights, optimizer and averages are being changed, and are of no step.
         facts: small results that survive a restart.
         states_in_parts: writes its states, where its weights are in parts.
         active: the number of the trainee that is on the device; None before the first.
@@ -75,6 +77,8 @@ class Run:
     trainees: list[Trainee]
     ranks: Ranks = field(default_factory=Ranks)
     saved_step: int = -1
+    begins_anew: bool = False
+    is_updating: bool = False
     facts: dict[str, Any] = field(default_factory=dict)
     states_in_parts: "ShardedStates | None" = None
     active: int | None = None

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from wangen.generator.errors import WangenError
+from wangen.generator.errors import WangenError, in_line
 from wangen.generator.files import remove_left, write_text
 from wangen.generator.run_folder import SAMPLE_LIST, SAMPLES
 from wangen.generator.sample_prompts import SamplePrompt
@@ -141,7 +141,7 @@ def sampled(
             except WangenError as error:
                 if run.ranks.in_step:  # the others are in the middle of it, and wait for this process's weights
                     raise
-                log.warning("  %s %d is left out: %s; %s", what, number, error.found, error.cure)
+                log.warning("  %s %d is left out: %s", what, number, in_line(error))
     return latents
 
 
@@ -180,16 +180,16 @@ def _decoded(
         return written
     decoder = Decoder(run.kind, Encoders.of(options), run.device, "use --vae_cache_cpu, or a smaller sample")
     for number, part in latents.items():
+        ending = "png" if settings[number]["frames"] == 1 else "mp4"
+        path = options.output_dir / SAMPLES / f"{run.plan.name}-step{run.step:08d}-{number}.{ending}"
         try:
             video = decoder.decode(part, check)
+            write_media(path, video, settings[number]["fps"],
+                        {KEY: json.dumps(settings[number], sort_keys=True)})  # fmt: skip
         except WangenError as error:
-            log.warning("  sample %d is left out: %s; %s", number, error.found, error.cure)
+            log.warning("  sample %d is left out: %s", number, in_line(error))
             continue
-        ending = "png" if settings[number]["frames"] == 1 else "mp4"
-        name = f"{run.plan.name}-step{run.step:08d}-{number}.{ending}"
-        written[number] = options.output_dir / SAMPLES / name
-        write_media(written[number], video, settings[number]["fps"],
-                    {KEY: json.dumps(settings[number], sort_keys=True)})  # fmt: skip
+        written[number] = path
     del decoder
     if run.device.type == "cuda":
         torch.cuda.empty_cache()
@@ -242,9 +242,19 @@ def settings_of(run: Run, prompt: SamplePrompt) -> dict[str, Any]:
 
 
 def list_samples(folder: Path, made: Mapping[str, Mapping[str, Any]]) -> None:
-    """Add a line for each file to `samples.jsonl`; a file that was made anew after a resume has one line."""
+    """Add a line for each file to `samples.jsonl`; a file that was made anew after a resume has one line.
+
+    Where it cannot be written there is a warning: a run does not end for it.
+    """
     if not made:
         return
+    try:
+        _list(folder, made)
+    except (WangenError, OSError) as error:
+        log.warning("  the list of samples: %s", in_line(error))
+
+
+def _list(folder: Path, made: Mapping[str, Mapping[str, Any]]) -> None:
     path = folder / SAMPLE_LIST
     kept = []
     for line in path.read_text(encoding="utf-8", errors="replace").splitlines() if path.is_file() else []:

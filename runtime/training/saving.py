@@ -1,5 +1,6 @@
 """What a run leaves on disk on its way: LoRAs, training states, and which older ones go."""
 
+import logging
 import time
 from collections.abc import Mapping
 from functools import partial
@@ -8,6 +9,7 @@ from typing import Any
 
 import torch
 
+from wangen.generator.files import remove
 from wangen.generator.lock import RUN_LOCK, require_own
 from wangen.generator.plan.saves import has_state_windows, windows
 from wangen.runtime.lora import cast
@@ -18,9 +20,12 @@ from wangen.runtime.training.checkpoint import ExpertState, TrainingState
 from wangen.runtime.training.facts import BEST_SO_FAR, SCHEDULE_FREE
 from wangen.runtime.training.loading import as_here
 from wangen.runtime.training.metadata import metadata
+from wangen.runtime.training.not_finite import require_finite_weights
 from wangen.runtime.training.plan import ExpertPlan, Plan
 from wangen.runtime.training.run import Run, Trainee
 from wangen.runtime.training.set_aside import set_old_average_aside
+
+log = logging.getLogger("wangen")
 
 _SECONDS_AT_WILL = 1.0
 """A state that is written as fast is written at every epoch's end."""
@@ -79,11 +84,11 @@ class Saving:
         """Save the LoRAs that are due, and the state."""
         began = time.monotonic()
         suffixes = self._suffixes()
-        for suffix in suffixes:
+        save_state(self._run, keep=bool(suffixes) and self._run.plan.options.save_state)
+        for suffix in suffixes:  # `save_missed` makes up for one that fails
             save_loras(self._run, suffix)
         if suffixes and self._run.ranks.is_first:
             drop_old_loras(self._run.plan, self._run.step)
-        save_state(self._run, keep=bool(suffixes) and self._run.plan.options.save_state)
         self._saved_at = time.monotonic()
         self._seconds = self._saved_at - began
 
@@ -98,10 +103,21 @@ def save_missed(run: Run) -> None:
 def save_state(run: Run, *, keep: bool = False) -> None:
     """Write the training state and drop the older ones, except kept ones and the one that `--resume` names.
 
-    The first process does, and all of them have to ask; those that hold parts write them, too.
+    The first process does, and all of them have to ask; those that hold parts write them, too. What `--fresh` begins
+    anew takes the place of an earlier run here.
+
+    Raises:
+        WangenError: the weights are not finite, another run has taken the folder over, or the disk refuses.
     """
     require_own_folder(run)
+    require_finite_weights(run)
     settle_state(run)  # by its own step
+    if run.begins_anew:
+        if run.ranks.is_first:
+            checkpoint.forget(run.plan.states)
+        if run.is_sharded:  # the others write there, too
+            run.ranks.meet()
+        run.begins_anew = False
     run.saved_step = run.step
     if run.states_in_parts:
         weights = {trainee.plan.name: trainee.sharded for trainee in run.trainees if trainee.sharded}
@@ -278,9 +294,17 @@ def drop_old_loras(plan: Plan, step: int) -> None:
                 window = by_step if match["step"] else by_epoch
                 saved = int(match["step"] or int(match["epoch"]) * plan.steps_per_epoch)
                 if not window.keeps(saved, step):
-                    path.unlink(missing_ok=True)
+                    _drop(path)
                 elif saved <= step:
                     there.setdefault(saved, []).append(path)
         for old in sorted(there)[: -options.keep_last] if options.keep_last else ():
             for path in there[old]:
-                path.unlink(missing_ok=True)
+                _drop(path)
+
+
+def _drop(path: Path) -> None:
+    """Remove a LoRA that has fallen out; one that a program has open, say, is tried again with the next."""
+    try:
+        remove(path)
+    except OSError as error:
+        log.warning("  %s cannot be removed, and stays: %s", path, error.strerror or error)

@@ -87,6 +87,7 @@ def optimizer_step(run: Run, trainee: Trainee, group: Group, factor: float, inte
     if not trainee.step:
         graphs.release()  # the optimizer is about to take the memory of its state
     norm = trainee.optimization.clip(options.max_grad_norm)
+    run.is_updating = True
     trainee.optimization.step(factor, seed_for("optimizer", options.seed, trainee.plan.name, trainee.step))
     num_scaled = None
     if options.scale_weight_norms:
@@ -94,6 +95,7 @@ def optimizer_step(run: Run, trainee: Trainee, group: Group, factor: float, inte
     trainee.step += 1
     if trainee.ema:
         trainee.ema.update()
+    run.is_updating = False
     return StepResult(
         step=run.step,
         epoch=group.epoch,

@@ -25,19 +25,30 @@ PROJECT = "wangen"
 _LAUNCHED = ("LOCAL_RANK", "WORLD_SIZE", "PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "MV2_COMM_WORLD_SIZE")
 """By these accelerate finds out that there are several processes."""
 _WANDB_HOST = "https://api.wandb.ai"
+_ALONE = ("wandb", "mlflow")
+"""Packages that accelerate imports whole, which needs more packages of theirs; TensorBoard comes with torch."""
+_FAILURES = (Exception,)
+"""Other people's packages raise what they like, and a log never stops a run."""
 
 
 def require_trackers(options: Train) -> None:
     """Refuse logs that cannot be kept, before a model loads.
 
     Raises:
-        UsageError: `none` beside others, a package that is missing, or wandb without a key where it would ask for one.
+        UsageError: `none` beside others, a package that is missing or does not load, or wandb without a key where it
+            would ask for one.
     """
     if "none" in options.log_with and len(set(options.log_with)) > 1:
         raise UsageError("--log_with none stands alone", cure="leave none or the others out")
     for name in options.log_with:
         if name != "none" and find_spec(name) is None:
             raise UsageError(f"--log_with {name} needs a package that is not installed", cure=f"pip install {name}")
+        if name in _ALONE:
+            try:
+                import_module(name)
+            except _FAILURES as error:
+                raise UsageError(f"--log_with {name}: the package does not load: {error}",
+                                 cure=f"pip install --force-reinstall {name}, or leave it out") from None  # fmt: skip
     if "wandb" in options.log_with and not _wandb_has_key():
         raise UsageError("wandb has no key on this machine",
                          cure="set WANDB_API_KEY, run `wandb login`, or set WANDB_MODE=offline")  # fmt: skip
@@ -210,22 +221,10 @@ def _flat(prefix: str, values: Mapping[str, Any]) -> Iterator[tuple[str, float]]
 
 def _carefully(name: str, action: Callable[[], Any], drop: Callable[[str], None]) -> Any:
     """Do it; when the log refuses, say so once and go on without that log."""
-    refusals: tuple[type[Exception], ...] = (*_errors_of(name), OSError, RuntimeError, ValueError)
     try:
         return action()
-    except refusals as error:
+    except _FAILURES as error:
         reason = str(error).strip().split("\n")[0] or type(error).__name__
         log.warning("  %s stopped logging: %s; metrics.jsonl goes on", name, reason)
         drop(name)
         return None
-
-
-def _errors_of(name: str) -> tuple[type[Exception], ...]:
-    """The errors of a log's own package."""
-    homes = {"wandb": ("wandb.errors", "Error"), "mlflow": ("mlflow.exceptions", "MlflowException")}
-    if name not in homes:
-        return ()
-    module, error = homes[name]
-    with suppress(ImportError, AttributeError):
-        return (getattr(import_module(module), error),)
-    return ()

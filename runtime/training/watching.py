@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from wangen.generator.errors import WangenError, in_line
 from wangen.generator.flops import NOTHING, StepFlops, step_flops
 from wangen.generator.run_folder import METRICS
 from wangen.generator.sample_prompts import defaults_of, read_prompts
@@ -198,7 +199,7 @@ class Watching:
     def _take(self, records: list[Record]) -> None:
         rates = of_all(self._ranks.gathered(self._rates.rates())) if records else {}
         for record in records:
-            refuse_not_finite(record, self._plan)
+            refuse_not_finite(record, self._run)
             self._warn_of_nothing(record)
             loss = sum(record["losses"]) / len(record["losses"])
             facts = self._run.facts
@@ -376,10 +377,17 @@ class Watching:
         best = self._run.facts.setdefault(BEST_SO_FAR, {})
         before = best.get(trainee.plan.name)
         if is_better(found, before["loss"] if before else None):
-            if before is None and self._ranks.is_first:
-                set_old_best_aside(self._plan, trainee.plan, judged)
-            with trainee.optimization.evaluating():
-                save_trained(self._run, trainee, trainee.parameters, BEST, judged)
+            refused = False
+            try:
+                if before is None and self._ranks.is_first:
+                    set_old_best_aside(self._plan, trainee.plan, judged)
+                with trainee.optimization.evaluating():
+                    save_trained(self._run, trainee, trainee.parameters, BEST, judged)
+            except (WangenError, OSError) as error:  # as where a program has it open
+                refused = True
+                log.warning("  the best so far is not saved, and sought on: %s", in_line(error))
+            if self._ranks.any(refused):
+                return
             file = self._plan.file(trainee.plan, BEST)
             best[trainee.plan.name] = {"loss": found.mean_adapter, "step": self._run.step, "file": file.name}
 
