@@ -1,11 +1,14 @@
 """Failures late in a run: what was trained is on disk, and a start after the cure goes on from there."""
 
+import json
 import logging
+import os
 import signal
 import threading
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +20,7 @@ from tiny import TinyRun, state_folder
 from wangen.generator.errors import WangenError
 from wangen.generator.steps import Train
 from wangen.runtime import train
+from wangen.runtime.lora_folder import BEST
 from wangen.runtime.training import checkpoint, loop, prepared, saving, watching
 from wangen.runtime.training.optim import Optimization
 from wangen.runtime.training.trackers import Trackers
@@ -93,15 +97,16 @@ def test_an_old_lora_that_cannot_be_removed_stays_and_the_run_goes_on(tiny_run, 
 
 def test_a_best_that_cannot_be_written_is_sought_on(tiny_run, tmp_path, monkeypatch, caplog):
     refused = WangenError("cannot write: Permission denied", where="lora-best.safetensors", cure="close it")
-    real, tries = watching.save_trained, list[int]()
+    real, tries = saving.save_trained, list[int]()
 
-    def save(run: Any, *words: Any) -> Any:
-        tries.append(run.step)
-        if len(tries) == 1:
-            raise refused
-        return real(run, *words)
+    def save(run: Any, trainee: Any, parameters: Any, suffix: str, *words: Any) -> Any:
+        if suffix == BEST:
+            tries.append(run.step)
+            if len(tries) == 1:
+                raise refused
+        return real(run, trainee, parameters, suffix, *words)
 
-    monkeypatch.setattr(watching, "save_trained", save)
+    monkeypatch.setattr(saving, "save_trained", save)
     options = tiny_run.options(tmp_path / "out", validation_items=1, validate_every_n_steps=1, keep_best=True)
     train.run(options)
     assert "the best so far is not saved, and sought on: lora-best.safetensors: cannot write" in caplog.text
@@ -211,6 +216,31 @@ def test_nothing_is_saved_of_a_step_that_breaks_off_in_the_middle(tiny_run, tmp_
             train.run(options)
     assert states(options) == []
     assert "saved state" not in caught.value.cure, "there is none"
+
+
+@pytest.mark.parametrize("every", [2, 9])
+def test_a_process_that_is_killed_while_it_samples_leaves_the_state(tiny_run, tmp_path, seldom, prompts, every):
+    """In the middle of the run where a LoRA is due, and at its end."""
+    options = tiny_run.options(tmp_path / "out", max_train_steps=4, save_every_n_steps=every,
+                               sample_every_n_steps=every, validation_items=1, **prompts)  # fmt: skip
+    real, alive = watching.make_samples, os.fork()
+    if not alive:  # pragma: no cover, a process that is killed tells nothing
+        before_samples = partial(os.kill, os.getpid(), signal.SIGKILL)
+        watching.make_samples = lambda *_, check: before_samples()
+        train.run(options)
+        os._exit(1)
+    assert os.waitstatus_to_exitcode(os.waitpid(alive, 0)[1]) == -signal.SIGKILL
+    assert watching.make_samples is real
+    assert states(options) == [min(every, 4)]
+    train.run(options)
+    train.run(replace(options, output_dir=tmp_path / "whole"))
+    names = {path.name for path in (tmp_path / "whole").rglob("*.*") if path.suffix in (".safetensors", ".png")}
+    assert names == {path.name for path in options.output_dir.rglob("*.*") if path.suffix in (".safetensors", ".png")}
+    for path in (tmp_path / "whole").glob("*.safetensors"):
+        assert (options.output_dir / path.name).read_bytes() == path.read_bytes()
+    steps = [json.loads(line)["step"] for line in (options.output_dir / "metrics.jsonl").read_text().splitlines()]
+    whole = [json.loads(line)["step"] for line in (tmp_path / "whole" / "metrics.jsonl").read_text().splitlines()]
+    assert steps == whole
 
 
 def test_a_disk_that_does_not_answer_does_not_keep_a_stop_from_saving(tiny_run, tmp_path, seldom, monkeypatch):

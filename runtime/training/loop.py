@@ -98,18 +98,26 @@ def _look_and_save(training: Run, watching: Watching, saving: Saving | None) -> 
     """
     require_own_folder(training)
     watching.settle()
+    at_end = training.step >= training.num_steps
+
+    def before_samples() -> None:
+        if training.plan.options.train_mode == "lora":  # else it is as large as the model
+            save_state(training)
+            training.saved_step = -1  # it has not what will be seen
+
     with watching.paused():
         looked = whole = False
         try:
             with enough_memory_for(training.plan, training.device, _LOOKING):
-                whole = watching.look()
+                # Samples take long, and what kills a process meanwhile, as a full host memory does, asks nobody.
+                whole = watching.look(before_samples if saving or at_end else None)
             looked = True
         finally:  # what goes wrong there does not cost what was trained, where one saves for all
             if saving and (looked or not training.is_sharded):
                 saving.save()
             elif not (looked or training.is_sharded or training.saved_step == training.step):
                 save_state(training)
-            if not (whole or training.is_sharded) and training.step >= training.num_steps:
+            if at_end and not (whole or training.is_sharded):
                 save_loras(training)  # what is trained does not wait for what failed or was broken off
         training.ranks.meet()  # no step's time is what one waits for another that saves
     return whole

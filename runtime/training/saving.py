@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from wangen.generator.errors import WangenError, in_line
 from wangen.generator.files import remove
 from wangen.generator.lock import RUN_LOCK, require_own
 from wangen.generator.plan.saves import has_state_windows, windows
@@ -23,7 +24,7 @@ from wangen.runtime.training.metadata import metadata
 from wangen.runtime.training.not_finite import require_finite_weights
 from wangen.runtime.training.plan import ExpertPlan, Plan
 from wangen.runtime.training.run import Run, Trainee
-from wangen.runtime.training.set_aside import set_old_average_aside
+from wangen.runtime.training.set_aside import set_old_average_aside, set_old_best_aside
 
 log = logging.getLogger("wangen")
 
@@ -230,6 +231,27 @@ def save_trained(
     if not run.ranks.is_first:
         return []
     return save_lora(run.plan, trainee.plan, parameters, steps, suffix, judged_at)
+
+
+def save_best(run: Run, trainee: Trainee, judged_at: str, *, is_first: bool) -> bool:
+    """Write an expert's best; False where the system refuses, as while a program has it open, which is told.
+
+    Args:
+        run: whose steps stand in the header.
+        trainee: the expert.
+        judged_at: a digest of the points at which it was judged.
+        is_first: at these points.
+    """
+    refused = False
+    try:
+        if is_first and run.ranks.is_first:
+            set_old_best_aside(run.plan, trainee.plan, judged_at)
+        with trainee.optimization.evaluating():
+            save_trained(run, trainee, trainee.parameters, BEST, judged_at)
+    except (WangenError, OSError) as error:
+        refused = True
+        log.warning("  the best so far is not saved, and sought on: %s", in_line(error))
+    return not run.ranks.any(refused)
 
 
 def save_state_as_loras(plan: Plan, state: TrainingState) -> list[Path]:

@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 
-from wangen.generator.errors import WangenError, in_line
 from wangen.generator.flops import NOTHING, StepFlops, step_flops
 from wangen.generator.run_folder import METRICS
 from wangen.generator.sample_prompts import defaults_of, read_prompts
@@ -44,8 +43,7 @@ from wangen.runtime.training.prepared import Prepared
 from wangen.runtime.training.ranks import Ranks
 from wangen.runtime.training.run import Run, Trainee
 from wangen.runtime.training.sampling import make_samples, samples_due, training_scenes
-from wangen.runtime.training.saving import save_trained
-from wangen.runtime.training.set_aside import set_old_best_aside
+from wangen.runtime.training.saving import save_best
 from wangen.runtime.training.step import StepResult, item_errors
 from wangen.runtime.training.throughput import (
     Throughput,
@@ -66,6 +64,9 @@ from wangen.runtime.training.validation import (
 )
 
 log = logging.getLogger("wangen")
+
+
+_SAMPLES = ("samples", "continuations")
 
 
 class _BrokenOffError(Exception):
@@ -229,8 +230,11 @@ class Watching:
         """Whether something is to be looked at after this step."""
         return self._validation_due() or self._samples_due() or self._bins_due()
 
-    def look(self) -> bool:
+    def look(self, before_samples: Callable[[], None] | None = None) -> bool:
         """Validate and sample, where it is time, and log the loss by timestep at an epoch's end.
+
+        Args:
+            before_samples: is called before them, when what was seen until then is among the run's facts.
 
         Returns:
             False when an interrupt came: what was done until then is among the run's facts, and not done again.
@@ -239,6 +243,8 @@ class Watching:
         try:
             for name, part in self._parts():
                 if name not in done:
+                    if before_samples and name in _SAMPLES:
+                        before_samples()
                     part()
                     done.append(name)
             del self._run.facts[LOOKED]
@@ -376,18 +382,8 @@ class Watching:
             return
         best = self._run.facts.setdefault(BEST_SO_FAR, {})
         before = best.get(trainee.plan.name)
-        if is_better(found, before["loss"] if before else None):
-            refused = False
-            try:
-                if before is None and self._ranks.is_first:
-                    set_old_best_aside(self._plan, trainee.plan, judged)
-                with trainee.optimization.evaluating():
-                    save_trained(self._run, trainee, trainee.parameters, BEST, judged)
-            except (WangenError, OSError) as error:  # as where a program has it open
-                refused = True
-                log.warning("  the best so far is not saved, and sought on: %s", in_line(error))
-            if self._ranks.any(refused):
-                return
+        better = is_better(found, before["loss"] if before else None)
+        if better and save_best(self._run, trainee, judged, is_first=before is None):
             file = self._plan.file(trainee.plan, BEST)
             best[trainee.plan.name] = {"loss": found.mean_adapter, "step": self._run.step, "file": file.name}
 
