@@ -106,7 +106,7 @@ def _look_and_save(training: Run, watching: Watching, saving: Saving | None) -> 
             training.saved_step = -1  # it has not what will be seen
 
     with watching.paused():
-        looked = whole = False
+        looked = False
         try:
             with enough_memory_for(training.plan, training.device, _LOOKING):
                 # Samples take long, and what kills a process meanwhile, as a full host memory does, asks nobody.
@@ -117,8 +117,8 @@ def _look_and_save(training: Run, watching: Watching, saving: Saving | None) -> 
                 saving.save()
             elif not (looked or training.is_sharded or training.saved_step == training.step):
                 save_state(training)
-            if at_end and not (whole or training.is_sharded):
-                save_loras(training)  # what is trained does not wait for what failed or was broken off
+            if at_end and not (looked or training.is_sharded):
+                save_loras(training)  # what is trained does not wait for what failed
         training.ranks.meet()  # no step's time is what one waits for another that saves
     return whole
 
