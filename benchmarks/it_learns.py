@@ -89,8 +89,8 @@ target_frames = [{NUM_FRAMES}]
     return config
 
 
-def training(config: Path, held_out: Path, output: Path, steps: int) -> Train:
-    """The flags of both runs."""
+def training(config: Path, held_out: Path | None, output: Path, steps: int) -> Train:
+    """The flags of both runs; None judges by nothing."""
     return Train(
         task=TASK,
         dataset_config=config,

@@ -211,7 +211,7 @@ def test_a_sample_that_one_process_cannot_make_ends_all_with_a_reason(
 @pytest.mark.slow
 @pytest.mark.parametrize("async_save", [False, True])
 def test_a_killed_run_ends_with_the_bytes_of_one_that_was_not(tiny_run: TinyRun, tmp_path: Path, *, async_save: bool):
-    options = tiny_run.options(tmp_path / "whole", parallel="fsdp", max_train_steps=24, save_state_every_n_steps=3,
+    options = tiny_run.options(tmp_path / "whole", parallel="fsdp", max_train_steps=15, save_state_every_n_steps=3,
                                async_save=async_save, save_state_every_n_minutes=60.0, ema_decay=0.9,
                                **WHOLE)  # fmt: skip
     trained(options, 2)
