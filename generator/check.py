@@ -295,12 +295,13 @@ def _to_cache(surveys: Iterable[_Survey]) -> dict[Path, int]:
 
 def _room(to_cache: Mapping[Path, int]) -> Iterator[Finding]:
     """Whether what is to be cached fits on its disks."""
-    for folder in {disk_of(folder): folder for folder in to_cache}.values():
-        if existing := nearest_existing(folder):
-            free, needed = shutil.disk_usage(existing).free, bytes_on_disk_of(folder, to_cache)
-            if free < needed:
-                found = f"{free / 1e9:.1f} GB free, the cache needs about {needed / 1e9:.1f} GB"
-                yield Finding(str(folder), found, "free space")
+    with suppress(OSError):  # a folder that cannot be looked at is named by `_writable`
+        for folder in {disk_of(folder): folder for folder in to_cache}.values():
+            if existing := nearest_existing(folder):
+                free, needed = shutil.disk_usage(existing).free, bytes_on_disk_of(folder, to_cache)
+                if free < needed:
+                    found = f"{free / 1e9:.1f} GB free, the cache needs about {needed / 1e9:.1f} GB"
+                    yield Finding(str(folder), found, "free space")
 
 
 def _weights(options: Check) -> Iterator[Finding]:

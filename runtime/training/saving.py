@@ -233,18 +233,18 @@ def save_trained(
     return save_lora(run.plan, trainee.plan, parameters, steps, suffix, judged_at)
 
 
-def save_best(run: Run, trainee: Trainee, judged_at: str, *, is_first: bool) -> bool:
+def save_best(run: Run, trainee: Trainee, judged_at: str, *, anew: bool) -> bool:
     """Write an expert's best; False where the system refuses, as while a program has it open, which is told.
 
     Args:
         run: whose steps stand in the header.
         trainee: the expert.
         judged_at: a digest of the points at which it was judged.
-        is_first: at these points.
+        anew: there is none yet that was judged at these points; one of others is set aside.
     """
     refused = False
     try:
-        if is_first and run.ranks.is_first:
+        if anew and run.ranks.is_first:
             set_old_best_aside(run.plan, trainee.plan, judged_at)
         with trainee.optimization.evaluating():
             save_trained(run, trainee, trainee.parameters, BEST, judged_at)

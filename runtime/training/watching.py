@@ -383,7 +383,7 @@ class Watching:
         best = self._run.facts.setdefault(BEST_SO_FAR, {})
         before = best.get(trainee.plan.name)
         better = is_better(found, before["loss"] if before else None)
-        if better and save_best(self._run, trainee, judged, is_first=before is None):
+        if better and save_best(self._run, trainee, judged, anew=before is None):
             file = self._plan.file(trainee.plan, BEST)
             best[trainee.plan.name] = {"loss": found.mean_adapter, "step": self._run.step, "file": file.name}
 
