@@ -180,7 +180,8 @@ def test_flags_that_the_items_leave_nothing_to_do_are_said(tmp_path, caplog, wei
         return SimpleNamespace(sample=SimpleNamespace(entry=entry, count=frames), entries=[])
 
     options = Train(output_dir=tmp_path, output_name="n", prior_loss_weight=weight, condition_frames=5)
-    plan = SimpleNamespace(options=options, experts=["one"], samples=list(map(item, (1, 5, 9))), steps_per_epoch=3)
+    plan = SimpleNamespace(options=options, experts=["one"], samples=list(map(item, (1, 5, 9))), steps_per_epoch=3,
+                           batches_per_epoch=3)  # fmt: skip
     ranks = SimpleNamespace(count=1, in_step=False)
     announce(SimpleNamespace(plan=plan, trainees=[], ranks=ranks, is_sharded=False, step=0, num_steps=9))  # type: ignore[arg-type]
     assert ("--prior_loss_weight 0.5 is not used: no dataset says is_reg = true" in caplog.text) == said

@@ -238,7 +238,6 @@ def test_every_weight_trains_with_the_flags_that_scripts_spell_out(tiny_run, tmp
         ({"timestep_boundary": 0.9}, "has one transformer"),
         ({"condition_frames": 1}, "does not take given frames"),
         ({"condition_dropout": 0.5}, "no draw of this run is given frames"),
-        ({"task": "ti2v-5B", "condition_dropout": 1.0}, "no draw would be given frames, and validation gives them"),
         ({"sample_every_n_steps": 2}, "there are no prompts"),
         ({"sample_prompts": "prompts"}, "samples need --vae and --t5"),
         ({"sample_continuations": -1}, "--sample_continuations must be 0 or above"),

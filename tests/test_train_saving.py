@@ -129,7 +129,7 @@ def test_a_line_with_resume_goes_on_from_what_it_has_saved_itself(tiny_run, tmp_
 
 
 def test_what_goes_wrong_while_looking_costs_nothing_that_was_trained(tiny_run, tmp_path, monkeypatch):
-    def refused(self: Watching) -> bool:
+    def refused(self: Watching, *_: object) -> bool:
         if self._run.step:
             raise WangenError("the disk is full")
         return True
@@ -144,7 +144,7 @@ def test_what_goes_wrong_while_looking_costs_nothing_that_was_trained(tiny_run, 
 
 
 def test_a_look_at_an_epochs_end_at_which_no_state_was_due_costs_nothing_either(tiny_run, tmp_path, monkeypatch):
-    def refused(self: Watching) -> bool:
+    def refused(self: Watching, *_: object) -> bool:
         if self._run.step == 3:
             raise WangenError("the disk is full")
         return True

@@ -71,9 +71,6 @@ def resolved(options: Train, model: profiles.Model, free: int | None, launch: La
     if options.condition_dropout and not frames:
         raise UsageError("--condition_dropout: no draw of this run is given frames",
                          cure="leave it out, or give --condition_frames to a model that takes them")  # fmt: skip
-    if options.condition_dropout == 1:
-        raise UsageError("--condition_dropout 1: no draw would be given frames, and validation gives them",
-                         cure="give less, or --condition_frames 0 to train without them")  # fmt: skip
     options = _with_loras_found(options, model)
     return replace(
         options, timestep_boundary=boundary, condition_frames=frames, loraplus_lr_ratio=loraplus_ratio(options)
