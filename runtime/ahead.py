@@ -37,7 +37,7 @@ def ahead(
             yield job()
         return
     waiting: deque[Future[T]] = deque()
-    pool, waits = ThreadPoolExecutor(num_workers), True
+    pool, waits = ThreadPoolExecutor(num_workers), False  # after an error others may hang where it came from
     try:
         for job in jobs:
             waiting.append(pool.submit(job))
@@ -45,8 +45,9 @@ def ahead(
                 yield _result(waiting.popleft(), stop)
         while waiting:
             yield _result(waiting.popleft(), stop)
-    except StoppedError:
-        waits = False
+        waits = True
+    except GeneratorExit:
+        waits = True
         raise
     finally:
         pool.shutdown(wait=waits, cancel_futures=True)

@@ -32,6 +32,7 @@ from wangen.runtime.loader import cache_use
 from wangen.runtime.memory.allocator import keep_freed_memory
 from wangen.runtime.models import family
 from wangen.runtime.sources import digest_file
+from wangen.runtime.training import checkpoint
 from wangen.runtime.training.announcing import announce
 from wangen.runtime.training.checkpoint import TrainingState
 from wangen.runtime.training.facts import BEFORE, FIRST_LOSS, LAST_LOSS, LOOKED, SCHEDULE_FREE
@@ -249,8 +250,11 @@ def _prepare(
     else:
         training.facts = plan.facts | ({BEFORE: plan.trained_before} if plan.trained_before else {})
     if plan.options.fresh and not state:
-        training.facts |= begun_by(ranks.launch)
-        training.begins_anew = True
+        begun = begun_by(ranks.launch)
+        training.facts |= begun
+        if begun and ranks.is_first:  # else a start by the same launcher could not tell which states are its own
+            checkpoint.forget(plan.states)
+        training.begins_anew = not begun
     announce(training)
     return training
 

@@ -116,17 +116,27 @@ def test_a_best_that_cannot_be_written_is_sought_on(tiny_run, tmp_path, monkeypa
     assert (options.output_dir / LAST).is_file()
 
 
-def test_a_lora_that_cannot_be_written_does_not_cost_the_state(tiny_run, tmp_path, monkeypatch, seldom):
-    options = tiny_run.options(tmp_path / "out", max_train_steps=5, save_every_n_steps=4)
+@pytest.mark.parametrize("which", ["lora-step00000004", "lora-step00000004-ema"])
+def test_a_lora_that_cannot_be_written_does_not_cost_the_state(tiny_run, tmp_path, seldom, which):
+    options = tiny_run.options(tmp_path / "out", max_train_steps=5, save_every_n_steps=4, ema_decay=0.9)
+    real = saving.save_lora
+
+    def save(plan: Any, expert: Any, parameters: Any, steps: Any, suffix: str = "", judged_at: str = "") -> Any:
+        if plan.file(expert, suffix).stem == which:
+            raise WangenError("no such weight file")
+        return real(plan, expert, parameters, steps, suffix, judged_at)
+
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(saving, "save_lora", raising(WangenError("no such weight file")))
+        patch.setattr(saving, "save_lora", save)
         with pytest.raises(WangenError, match="no such weight file"):
             train.run(options)
     assert states(options) == [4]
     train.run(options)
-    assert {path.name for path in options.output_dir.glob("*.safetensors")} == {LAST, "lora-step00000004.safetensors"}
     train.run(replace(options, output_dir=tmp_path / "whole"))
-    for name in (LAST, "lora-step00000004.safetensors"):
+    names = {path.name for path in (tmp_path / "whole").glob("*.safetensors")}
+    assert names == {path.name for path in options.output_dir.glob("*.safetensors")}
+    assert len(names) == 4
+    for name in names:
         assert (options.output_dir / name).read_bytes() == (tmp_path / "whole" / name).read_bytes()
 
 
@@ -206,6 +216,22 @@ def test_a_step_that_fails_costs_no_step_before_it(tiny_run, tmp_path, seldom, c
     assert (options.output_dir / LAST).read_bytes() == (tmp_path / "whole" / LAST).read_bytes()
 
 
+def test_a_first_step_that_fails_leaves_the_states_of_the_folder(tiny_run, tmp_path):
+    """They are another line's, where `--resume` names a state."""
+    options, other = (tiny_run.options(tmp_path / name, max_train_steps=4) for name in ("out", "other"))
+    for each in (options, other):
+        with pytest.MonkeyPatch.context() as patch:
+            before_step(patch, 3, lambda: signal.raise_signal(signal.SIGINT))
+            with pytest.raises(KeyboardInterrupt):
+                train.run(each)
+    before = {path: path.read_bytes() for path in state_folder(options).rglob("*.safetensors")}
+    with pytest.MonkeyPatch.context() as patch:
+        before_step(patch, 1, raising(torch.OutOfMemoryError("full")))
+        with pytest.raises(WangenError, match="out of memory at step 3"):
+            train.run(replace(options, resume=state_folder(other) / "step-00000002"))
+    assert {path: path.read_bytes() for path in state_folder(options).rglob("*.safetensors")} == before
+
+
 def test_nothing_is_saved_of_a_step_that_breaks_off_in_the_middle(tiny_run, tmp_path, seldom):
     """Some weights may have been changed, and others not."""
     options = tiny_run.options(tmp_path / "out")
@@ -232,7 +258,10 @@ def test_a_process_that_is_killed_while_it_samples_leaves_the_state(tiny_run, tm
     assert os.waitstatus_to_exitcode(os.waitpid(alive, 0)[1]) == -signal.SIGKILL
     assert watching.make_samples is real
     assert states(options) == [min(every, 4)]
+    (options.output_dir / "lora-step00000002.safetensors").write_bytes(b"an earlier run's")
     train.run(options)
+    if every == 9:  # it is none of this run's
+        (options.output_dir / "lora-step00000002.safetensors").unlink()
     train.run(replace(options, output_dir=tmp_path / "whole"))
     names = {path.name for path in (tmp_path / "whole").rglob("*.*") if path.suffix in (".safetensors", ".png")}
     assert names == {path.name for path in options.output_dir.rglob("*.*") if path.suffix in (".safetensors", ".png")}

@@ -75,7 +75,7 @@ def test_states_at_ends_of_short_epochs_take_a_tenth_of_the_time_at_most(monkeyp
     options = SimpleNamespace(save_every_n_steps=None, save_every_n_epochs=None, save_state=False,
                               save_state_every_n_steps=None, save_state_every_n_minutes=7.0)  # fmt: skip
     plan = SimpleNamespace(options=options, steps_per_epoch=1)
-    run = SimpleNamespace(plan=plan, step=0, num_steps=100, ranks=SimpleNamespace(is_first=True))
+    run = SimpleNamespace(plan=plan, step=0, num_steps=100, facts={}, ranks=SimpleNamespace(is_first=True))
 
     def written(*_, **__):
         saved.append(run.step)
@@ -347,7 +347,7 @@ def test_what_a_kill_left_unwritten_of_one_expert_is_missed_where_the_state_is_i
     plan = SimpleNamespace(options=SimpleNamespace(save_every_n_steps=2, save_every_n_epochs=None), steps_per_epoch=9,
                            file=lambda expert, suffix: tmp_path / f"{expert}{suffix}")  # fmt: skip
     trainees = [SimpleNamespace(plan=name) for name in ("high", "low")]
-    run = SimpleNamespace(plan=plan, step=4, saved_step=4, num_steps=9, trainees=trainees, ranks=Ranks())
+    run = SimpleNamespace(plan=plan, step=4, saved_step=4, num_steps=9, facts={}, trainees=trainees, ranks=Ranks())
     found = []
     for name in ("high", "low"):
         found.append(saving.Saving(run).missed())

@@ -2,6 +2,7 @@
 
 import contextlib
 import logging
+import traceback
 from collections.abc import Iterator
 from functools import partial
 
@@ -36,6 +37,7 @@ def train_to_end(training: Run, watching: Watching, interrupt: Interrupt) -> boo
     readers = [groups(plan, trainee.plan, trainee.step, ranks, pin=pin, stop=stop) for trainee in training.trainees]
     if not _begin(training, watching, interrupt):
         return False
+    saved_first = partial(_saved_first, training, watching, training.step)
     at_end = False
     try:
         with progress("train", training.num_steps, training.step) as advance:
@@ -43,11 +45,11 @@ def train_to_end(training: Run, watching: Watching, interrupt: Interrupt) -> boo
                 if ranks.any(interrupt.requested):
                     break
                 try:
-                    with watching.waiting(), _saved_first(training, watching):
+                    with watching.waiting(), saved_first():
                         group = next(readers[number])
                 except StoppedError:
                     break
-                with enough_memory_for_steps(training, group), _saved_first(training, watching):
+                with enough_memory_for_steps(training, group), saved_first():
                     trainee = training.activate(number)
                     result = optimizer_step(training, trainee, group, factors[number](trainee.step), interrupt)
                 if result is None:
@@ -72,17 +74,23 @@ def train_to_end(training: Run, watching: Watching, interrupt: Interrupt) -> boo
 
 
 @contextlib.contextmanager
-def _saved_first(training: Run, watching: Watching) -> Iterator[None]:
+def _saved_first(training: Run, watching: Watching, start: int) -> Iterator[None]:
     """Before an error ends the run, in reading or in a step of which nothing is done, save what no state has yet.
 
     Not where several processes train: the others have gone on to the step, and save nothing with this one.
+
+    Args:
+        training: the run.
+        watching: has numbers of it that are still on the device.
+        start: its step when this process began.
     """
     failures = (WangenError, OSError, RuntimeError, MemoryError)  # as where memory is full, or cannot be pinned
     try:
         yield
-    except failures:
-        unsaved = training.step and training.saved_step != training.step
+    except failures as error:
+        unsaved = training.step > start and training.saved_step != training.step
         if unsaved and training.ranks.count == 1 and not training.is_updating:
+            traceback.clear_frames(error.__traceback__)  # which hold what the step had on the device
             with contextlib.suppress(*failures):  # the first error is the one to tell
                 watching.settle()
                 save_state(training)
@@ -102,7 +110,7 @@ def _look_and_save(training: Run, watching: Watching, saving: Saving | None) -> 
 
     def before_samples() -> None:
         if training.plan.options.train_mode == "lora":  # else it is as large as the model
-            save_state(training)
+            (saving or Saving(training)).save_state(owes=True)
             training.saved_step = -1  # it has not what will be seen
 
     with watching.paused():

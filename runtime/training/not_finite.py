@@ -4,12 +4,11 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
+import torch
+
 from wangen.generator.errors import WangenError
 from wangen.runtime.training import checkpoint
 from wangen.runtime.training.run import Run
-
-_PIECE = 1 << 24
-"""Numbers that are looked at together: of a whole transformer an answer for each would take gigabytes."""
 
 
 def refuse_not_finite(record: Mapping[str, Any], run: Run) -> None:
@@ -46,11 +45,12 @@ def require_finite_weights(run: Run) -> None:
     Raises:
         WangenError: the last good state, and what to do.
     """
+    # A norm of this kind needs no room, which a device that was just full has not.
     broken = not all(
-        piece.isfinite().all()
+        torch.linalg.vector_norm(numbers.detach(), math.inf).isfinite()
         for trainee in run.trainees
         for numbers in (*trainee.optimization.flat.weights, *(trainee.ema.weights().values() if trainee.ema else ()))
-        for piece in numbers.detach().flatten().split(_PIECE)
+        if numbers.numel()
     )
     if run.ranks.any(broken) if run.is_sharded else broken:  # what is not in parts is the same in all
         last, again = _last_good(run)

@@ -18,7 +18,7 @@ from wangen.runtime.lora_folder import AVERAGE, BEST, numbered
 from wangen.runtime.models import family
 from wangen.runtime.training import adapter_files, checkpoint, full
 from wangen.runtime.training.checkpoint import ExpertState, TrainingState
-from wangen.runtime.training.facts import BEST_SO_FAR, SCHEDULE_FREE
+from wangen.runtime.training.facts import BEST_SO_FAR, OWED, SCHEDULE_FREE
 from wangen.runtime.training.loading import as_here
 from wangen.runtime.training.metadata import metadata
 from wangen.runtime.training.not_finite import require_finite_weights
@@ -56,7 +56,8 @@ class Saving:
         run = self._run
         files = (run.plan.file(trainee.plan, suffix) for trainee in run.trainees for suffix in self._suffixes())
         is_own = run.step > 0 and run.saved_step == run.step
-        return run.ranks.any(run.ranks.is_first and is_own and not all(file.is_file() for file in files))
+        owed = run.facts.get(OWED) or not all(file.is_file() for file in files)
+        return run.ranks.any(run.ranks.is_first and is_own and owed)
 
     def _suffixes(self) -> list[str]:
         """The endings, in the file's name, of the LoRAs that are due at this step."""
@@ -82,16 +83,29 @@ class Saving:
         return (due and self._run.ranks.is_first) or bool(every and step % every == 0)
 
     def save(self) -> None:
-        """Save the LoRAs that are due, and the state."""
-        began = time.monotonic()
-        suffixes = self._suffixes()
-        save_state(self._run, keep=bool(suffixes) and self._run.plan.options.save_state)
-        for suffix in suffixes:  # `save_missed` makes up for one that fails
-            save_loras(self._run, suffix)
-        if suffixes and self._run.ranks.is_first:
-            drop_old_loras(self._run.plan, self._run.step)
+        """Save the LoRAs that are due, and the state, also where a LoRA fails and one process saves for all."""
+        began, run = time.monotonic(), self._run
+        suffixes, done = self._suffixes(), False
+        try:
+            for suffix in suffixes:
+                save_loras(run, suffix)
+            if suffixes and run.ranks.is_first:
+                drop_old_loras(run.plan, run.step)
+            done = True
+        finally:
+            if done or not run.is_sharded:
+                self.save_state(owes=not done)
         self._saved_at = time.monotonic()
         self._seconds = self._saved_at - began
+
+    def save_state(self, *, owes: bool) -> None:
+        """Save the state alone; where it owes the LoRAs that are due, a start from it writes them first."""
+        due = bool(self._suffixes())
+        if owes and due:
+            self._run.facts[OWED] = True
+        else:
+            self._run.facts.pop(OWED, None)
+        save_state(self._run, keep=due and self._run.plan.options.save_state)
 
 
 def save_missed(run: Run) -> None:
@@ -111,22 +125,24 @@ def save_state(run: Run, *, keep: bool = False) -> None:
         WangenError: the weights are not finite, another run has taken the folder over, or the disk refuses.
     """
     require_own_folder(run)
-    require_finite_weights(run)
     settle_state(run)  # by its own step
-    if run.begins_anew:
-        if run.ranks.is_first:
-            checkpoint.forget(run.plan.states)
-        if run.is_sharded:  # the others write there, too
-            run.ranks.meet()
-        run.begins_anew = False
+    require_finite_weights(run)
     run.saved_step = run.step
     if run.states_in_parts:
+        if run.begins_anew:  # the others write there, too
+            if run.ranks.is_first:
+                checkpoint.forget(run.plan.states)
+            run.ranks.meet()
         weights = {trainee.plan.name: trainee.sharded for trainee in run.trainees if trainee.sharded}
         run.states_in_parts.save(state_of(run), weights, keep=keep)
         if not run.plan.options.async_save:
             settle_state(run)
     elif run.ranks.is_first:
-        drop_other_states(run.plan, checkpoint.save(run.plan.states, state_of(run), keep=keep), run.saved_step)
+        newest = checkpoint.save(run.plan.states, state_of(run), keep=keep)
+        if run.begins_anew:
+            checkpoint.remove_others(run.plan.states, {newest}, lambda _: set())
+        drop_other_states(run.plan, newest, run.saved_step)
+    run.begins_anew = False
 
 
 def require_own_folder(run: Run) -> None:
@@ -249,6 +265,8 @@ def save_best(run: Run, trainee: Trainee, judged_at: str, *, anew: bool) -> bool
         with trainee.optimization.evaluating():
             save_trained(run, trainee, trainee.parameters, BEST, judged_at)
     except (WangenError, OSError) as error:
+        if run.is_sharded:  # the others may wait for this one's part
+            raise
         refused = True
         log.warning("  the best so far is not saved, and sought on: %s", in_line(error))
     return not run.ranks.any(refused)

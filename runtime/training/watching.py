@@ -234,7 +234,7 @@ class Watching:
         """Validate and sample, where it is time, and log the loss by timestep at an epoch's end.
 
         Args:
-            before_samples: is called before them, when what was seen until then is among the run's facts.
+            before_samples: is called once before them, when what was seen until then is among the run's facts.
 
         Returns:
             False when an interrupt came: what was done until then is among the run's facts, and not done again.
@@ -245,6 +245,7 @@ class Watching:
                 if name not in done:
                     if before_samples and name in _SAMPLES:
                         before_samples()
+                        before_samples = None
                     part()
                     done.append(name)
             del self._run.facts[LOOKED]
