@@ -36,6 +36,7 @@ NOT_HERE = {
     "test_qwen_cache.py::test_two_control_images_stand_in_one_prompt": "to the byte what the CPU's attention gives",
     "test_cache_steps_faults.py::test_a_disk_that_is_full_at_any_moment": "it forks",
     "test_cache_steps_i2v.py::test_a_batch_of_which_another_process_makes": "it forks",
+    "test_train_nothing_lost.py::test_a_process_that_is_killed_while_it_samples": "it forks",
 }
 """The beginnings of names of tests that mean the CPU, and why."""
 

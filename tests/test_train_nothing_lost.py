@@ -8,12 +8,12 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from killing import end_of, fork
 from safetensors.torch import load_file
 from tiny import TinyRun, state_folder
 
@@ -249,14 +249,13 @@ def test_a_process_that_is_killed_while_it_samples_leaves_the_state(tiny_run, tm
     """In the middle of the run where a LoRA is due, and at its end."""
     options = tiny_run.options(tmp_path / "out", max_train_steps=4, save_every_n_steps=every,
                                sample_every_n_steps=every, validation_items=1, **prompts)  # fmt: skip
-    real, alive = watching.make_samples, os.fork()
-    if not alive:  # pragma: no cover, a process that is killed tells nothing
-        before_samples = partial(os.kill, os.getpid(), signal.SIGKILL)
-        watching.make_samples = lambda *_, check: before_samples()
+
+    def killed() -> int:
+        watching.make_samples = lambda *_, check: os.kill(os.getpid(), signal.SIGKILL)
         train.run(options)
-        os._exit(1)
-    assert os.waitstatus_to_exitcode(os.waitpid(alive, 0)[1]) == -signal.SIGKILL
-    assert watching.make_samples is real
+        return 0
+
+    assert end_of(fork(killed)) == -signal.SIGKILL
     assert states(options) == [min(every, 4)]
     (options.output_dir / "lora-step00000002.safetensors").write_bytes(b"an earlier run's")
     train.run(options)
