@@ -2,7 +2,6 @@
 
 import logging
 import os
-import shutil
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -18,7 +17,7 @@ from wangen.generator.cache_sizes import latent_bytes, text_bytes
 from wangen.generator.dataset import Item, media_of, read_facts
 from wangen.generator.edit_tasks import task_warning
 from wangen.generator.errors import WangenError, many
-from wangen.generator.files import bytes_on_disk_of, disk_of, nearest_existing
+from wangen.generator.files import full_disks, nearest_existing
 from wangen.generator.geometry import clip_fault, clip_frames, misfit, windows
 from wangen.generator.items import read_items, unsuited
 from wangen.generator.lock import IN_SCRIPT
@@ -296,12 +295,9 @@ def _to_cache(surveys: Iterable[_Survey]) -> dict[Path, int]:
 def _room(to_cache: Mapping[Path, int]) -> Iterator[Finding]:
     """Whether what is to be cached fits on its disks."""
     with suppress(OSError):  # a folder that cannot be looked at is named by `_writable`
-        for folder in {disk_of(folder): folder for folder in to_cache}.values():
-            if existing := nearest_existing(folder):
-                free, needed = shutil.disk_usage(existing).free, bytes_on_disk_of(folder, to_cache)
-                if free < needed:
-                    found = f"{free / 1e9:.1f} GB free, the cache needs about {needed / 1e9:.1f} GB"
-                    yield Finding(str(folder), found, "free space")
+        for folder, needed, free in full_disks(to_cache):
+            found = f"{free / 1e9:.1f} GB free, the cache needs about {needed / 1e9:.1f} GB"
+            yield Finding(str(folder), found, "free space")
 
 
 def _weights(options: Check) -> Iterator[Finding]:

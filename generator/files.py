@@ -8,7 +8,7 @@ import shutil
 import stat
 import sys
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from glob import escape
 from pathlib import Path
@@ -103,6 +103,20 @@ def bytes_on_disk_of(folder: Path, to_write: Mapping[Path, int]) -> int:
     """How many of the bytes that are to be written into other folders go to the file system of this one."""
     disk = disk_of(folder)
     return sum(num_bytes for other, num_bytes in to_write.items() if disk_of(other) == disk)
+
+
+def full_disks(to_write: Mapping[Path, int]) -> Iterator[tuple[Path, int, int]]:
+    """Of each file system that cannot hold what is to be written: its first folder, the bytes, and those free.
+
+    Raises:
+        OSError: a folder cannot be looked at.
+    """
+    by_disk = {disk_of(folder): folder for folder in reversed(list(to_write))}
+    for folder in by_disk.values():
+        if existing := nearest_existing(folder):
+            free, needed = shutil.disk_usage(existing).free, bytes_on_disk_of(folder, to_write)
+            if free < needed:
+                yield folder, needed, free
 
 
 def unwritable(folder: Path) -> str:

@@ -3,13 +3,13 @@
 Needs no torch.
 """
 
-import shutil
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 from wangen.generator.cache_sizes import CLIP_NUMBERS, latent_bytes, mask_bytes, text_bytes, width_of
 from wangen.generator.errors import WangenError, bytes_text, many
+from wangen.generator.files import full_disks
 from wangen.profiles import Model
 from wangen.runtime.cache import TEXT_KINDS, Encoder, Kind
 from wangen.runtime.needs import Need
@@ -33,17 +33,12 @@ def require_room(needs: Iterable[Need], encoders: Mapping[Kind, Encoder], model:
     in_folder: Counter[Path] = Counter()
     for need in added:
         in_folder[need.folder.path] += _num_bytes(need, encoders[need.recipe.kind], model)
-    on_disk: dict[int, list[Path]] = {}
-    for folder in in_folder:
-        on_disk.setdefault(folder.stat().st_dev, []).append(folder)
-    for folders in on_disk.values():
-        num_bytes = sum(in_folder[folder] for folder in folders)
-        free = shutil.disk_usage(folders[0]).free
-        if num_bytes >= ASKED_FROM_BYTES and num_bytes > free:
+    for folder, num_bytes, free in full_disks(in_folder):
+        if num_bytes >= ASKED_FROM_BYTES:
             raise WangenError(
                 f"{many(len(added), 'entry', 'entries')} need about {bytes_text(num_bytes)}, "
                 f"{bytes_text(free)} are free",
-                where=str(folders[0]),
+                where=str(folder),
                 cure="free space, or give the dataset a cache_directory on another disk",
             )
 

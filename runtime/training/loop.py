@@ -33,7 +33,7 @@ def train_to_end(training: Run, watching: Watching, interrupt: Interrupt) -> boo
     plan, ranks, saving = training.plan, training.ranks, Saving(training)
     factors = [make_schedule(plan.options, expert.num_steps) for expert in plan.experts]
     pin = training.device.type == "cuda"
-    stop = None if ranks.count > 1 else partial(getattr, interrupt, "requested")  # others would wait for this one
+    stop = None if ranks.count > 1 else lambda: interrupt.requested  # others would wait for this one
     readers = [groups(plan, trainee.plan, trainee.step, ranks, pin=pin, stop=stop) for trainee in training.trainees]
     if not _begin(training, watching, interrupt):
         return False
@@ -58,7 +58,7 @@ def train_to_end(training: Run, watching: Watching, interrupt: Interrupt) -> boo
                 settle_state(training, wait=False)
                 to_save = ranks.any(saving.due())
                 looks = to_save or ranks.any(watching.due())  # the first may be the only one that samples
-                if looks and not _look_and_save(training, watching, saving if to_save else None):
+                if looks and not _look_and_save(training, watching, saving, due=to_save):
                     break
             else:
                 at_end = True
@@ -98,8 +98,8 @@ def _saved_first(training: Run, watching: Watching, start: int) -> Iterator[None
         raise
 
 
-def _look_and_save(training: Run, watching: Watching, saving: Saving | None) -> bool:
-    """Look at the model between two steps, and save where something is to be saved.
+def _look_and_save(training: Run, watching: Watching, saving: Saving, *, due: bool) -> bool:
+    """Look at the model between two steps, and save where something is due.
 
     Returns:
         Whether no interrupt broke the looking off.
@@ -110,7 +110,7 @@ def _look_and_save(training: Run, watching: Watching, saving: Saving | None) -> 
 
     def before_samples() -> None:
         if training.plan.options.train_mode == "lora":  # else it is as large as the model
-            (saving or Saving(training)).save_state(owes=True)
+            saving.save_state(owes=True)
             training.saved_step = -1  # it has not what will be seen
 
     with watching.paused():
@@ -118,10 +118,10 @@ def _look_and_save(training: Run, watching: Watching, saving: Saving | None) -> 
         try:
             with enough_memory_for(training.plan, training.device, _LOOKING):
                 # Samples take long, and what kills a process meanwhile, as a full host memory does, asks nobody.
-                whole = watching.look(before_samples if saving or at_end else None)
+                whole = watching.look(before_samples if due or at_end else None)
             looked = True
         finally:  # what goes wrong there does not cost what was trained, where one saves for all
-            if saving and (looked or not training.is_sharded):
+            if due and (looked or not training.is_sharded):
                 saving.save()
             elif not (looked or training.is_sharded or training.saved_step == training.step):
                 save_state(training)

@@ -109,7 +109,7 @@ class Saving:
 
 
 def save_missed(run: Run) -> None:
-    """Save the numbered LoRAs that fall due where a shorter run ended: it left the finished one, which is to go."""
+    """Save the numbered LoRAs that a state owes, or that fall due where a shorter run ended with a finished one."""
     saving = Saving(run)
     if saving.missed():
         saving.save()
