@@ -17,6 +17,8 @@ from wangen.generator.errors import WangenError, write_cure
 
 # Windows refuses to replace or remove a file that a virus scanner or an indexer has open for a moment.
 RETRY_PAUSES_S = (0.05, 0.1, 0.2, 0.4, 0.8)
+LONG_PAUSES_S = (1.5, 3.0, 5.0, 10.0, 10.0)
+"""After these, for what a run of hours would end by; a scanner that reads a file keeps the folder around it, too."""
 
 ABANDONED_S = 3600.0
 """A temporary file of another machine that nobody has written to for so long was left by a writer that was killed."""
@@ -223,13 +225,18 @@ def write_text(path: Path, text: str) -> None:
         raise WangenError(f"cannot write: {error.strerror}", where=str(path), cure=write_cure(error)) from None
 
 
-def replace(source: Path, target: Path) -> None:
-    """Move a file into place over another one, patiently.
+def replace(source: Path, target: Path, *, long: bool = False) -> None:
+    """Move a file into place over another one, or a folder where none is, patiently.
+
+    Args:
+        source: what to move.
+        target: its name from now on.
+        long: try for half a minute.
 
     Raises:
-        OSError: still refused after 1.5 seconds, or at once for another reason than rights.
+        OSError: still refused after 1.5 seconds, or 31, or at once for another reason than rights.
     """
-    _patiently(lambda: source.replace(target))
+    _patiently(lambda: source.replace(target), (*RETRY_PAUSES_S, *LONG_PAUSES_S) if long else RETRY_PAUSES_S)
 
 
 def place_new(source: Path, target: Path) -> None:
@@ -256,7 +263,7 @@ def remove(path: Path) -> None:
     Raises:
         OSError: still refused after 1.5 seconds, or at once for another reason than rights.
     """
-    _patiently(lambda: path.unlink(missing_ok=True))
+    _patiently(lambda: path.unlink(missing_ok=True), RETRY_PAUSES_S)
 
 
 def remove_tree(folder: Path) -> None:
@@ -270,7 +277,7 @@ def remove_tree(folder: Path) -> None:
         with suppress(FileNotFoundError):
             shutil.rmtree(folder)
 
-    _patiently(remove_rest)
+    _patiently(remove_rest, RETRY_PAUSES_S)
 
 
 def sync_folder(folder: Path) -> None:
@@ -291,8 +298,8 @@ def sync_folder(folder: Path) -> None:
         os.close(descriptor)
 
 
-def _patiently(action: Callable[[], object]) -> None:
-    for pause_s in RETRY_PAUSES_S:
+def _patiently(action: Callable[[], object], pauses_s: Iterable[float]) -> None:
+    for pause_s in pauses_s:
         try:
             action()
         except PermissionError:

@@ -1,5 +1,6 @@
 """Reading ahead: results in the order of the jobs, worked on in threads while the caller uses earlier ones."""
 
+import time
 from collections import deque
 from collections.abc import Callable, Generator, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
@@ -15,7 +16,7 @@ class StoppedError(Exception):
 
 
 def ahead(
-    jobs: Iterable[Callable[[], T]], num_workers: int, stop: Callable[[], bool] | None = None
+    jobs: Iterable[Callable[[], T]], num_workers: int, stop: Callable[[float], bool] | None = None
 ) -> Generator[T, None, None]:
     """The results of the jobs in order, at most `num_workers` ahead; 0 works in the caller's thread.
 
@@ -24,7 +25,8 @@ def ahead(
     Args:
         jobs: each gives a result.
         num_workers: threads.
-        stop: asked every second while a thread is waited for, which a disk may hold up for long.
+        stop: asked every second while a thread is waited for, which a disk may hold up for long, with the seconds that
+            this has taken.
 
     Raises:
         StoppedError: it said so.
@@ -53,11 +55,12 @@ def ahead(
         pool.shutdown(wait=waits, cancel_futures=True)
 
 
-def _result(future: Future[T], stop: Callable[[], bool] | None) -> T:
+def _result(future: Future[T], stop: Callable[[float], bool] | None) -> T:
+    began = time.monotonic()
     while stop:
         wait([future], ASKED_EVERY_S)
         if future.done():
             break
-        if stop():
+        if stop(time.monotonic() - began):
             raise StoppedError
     return future.result()

@@ -110,7 +110,7 @@ def test_what_a_state_names_is_durable_before_it_has_its_name(
     """The names of the parts as well: a state that has lost them is none, and the one before is gone."""
     done: list[tuple[str, Path]] = []
     monkeypatch.setattr(checkpoint, "sync_folder", lambda path: done.append(("sync", path)))
-    monkeypatch.setattr(checkpoint, "replace", lambda path, _to: done.append(("name", path)))
+    monkeypatch.setattr(checkpoint, "replace", lambda path, _to, **_named: done.append(("name", path)))
     save(tmp_path, weights, {}).settle()
     staging = checkpoint.staging_of(tmp_path, 1)
     named = done.index(("name", staging))

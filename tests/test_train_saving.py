@@ -245,11 +245,37 @@ def test_a_state_is_the_newest_only_once_it_has_its_name(tmp_path, monkeypatch):
     checkpoint.save(tmp_path, state_at(9), keep=True)
     before = checkpoint.save(tmp_path, state_at(2))
     (tmp_path / ".staging-00000007").mkdir()  # of a kill: its room is needed now
-    monkeypatch.setattr(checkpoint, "replace", lambda *_paths: (_ for _ in ()).throw(OSError(errno.ENOSPC, "full")))
+
+    def full(*_paths: Path, long: bool) -> None:
+        raise OSError(errno.ENOSPC, "full")
+
+    monkeypatch.setattr(checkpoint, "replace", full)
     with pytest.raises(WangenError, match="cannot save the training state"):
         checkpoint.save(tmp_path, state_at(3))
     assert checkpoint.newest(tmp_path) == before
     assert not list(tmp_path.glob(".staging-*"))
+
+
+def test_a_state_that_a_scanner_reads_waits_half_a_minute_for_its_name(tmp_path, monkeypatch):
+    """Where the files in a folder are open, Windows does not rename it."""
+    waited, read_for_s = [], 20.0
+    real = Path.replace
+
+    def refusing(path: Path, target: Path) -> Path:
+        if path.is_dir() and sum(waited) < read_for_s:
+            raise PermissionError(errno.EACCES, "Access is denied")
+        return real(path, target)
+
+    monkeypatch.setattr("time.sleep", waited.append)
+    monkeypatch.setattr(Path, "replace", refusing)
+    saved = checkpoint.save(tmp_path, state_at(3))
+    assert checkpoint.newest(tmp_path) == saved
+    waited.clear()
+    read_for_s = 99.0
+    with pytest.raises(WangenError, match="Access is denied"):
+        checkpoint.save(tmp_path, state_at(4))
+    assert sum(waited) == pytest.approx(31.05)
+    assert checkpoint.newest(tmp_path) == saved
 
 
 def test_of_a_state_and_the_one_that_it_took_the_place_of_the_later_counts(tmp_path):

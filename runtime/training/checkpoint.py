@@ -191,8 +191,8 @@ def complete(staging: Path, manifest: Mapping[str, Any]) -> Path:
         sync_folder(place)
     if final.exists():
         _remove(aside)
-        replace(final, aside)
-    replace(staging, final)
+        replace(final, aside, long=True)
+    replace(staging, final, long=True)
     remove_left(folder / NEWEST)
     write_text(folder / NEWEST, final.name)
     _remove(aside)

@@ -12,6 +12,7 @@ from wangen.runtime.interrupt import Interrupt
 from wangen.runtime.progress import progress
 from wangen.runtime.training.facts import LOOKED
 from wangen.runtime.training.out_of_memory import enough_memory_for, enough_memory_for_steps
+from wangen.runtime.training.pace import patient
 from wangen.runtime.training.prepared import groups
 from wangen.runtime.training.run import Run
 from wangen.runtime.training.saving import Saving, require_own_folder, save_loras, save_state, settle_state
@@ -33,7 +34,7 @@ def train_to_end(training: Run, watching: Watching, interrupt: Interrupt) -> boo
     plan, ranks, saving = training.plan, training.ranks, Saving(training)
     factors = [make_schedule(plan.options, expert.num_steps) for expert in plan.experts]
     pin = training.device.type == "cuda"
-    stop = None if ranks.count > 1 else lambda: interrupt.requested  # others would wait for this one
+    stop = None if ranks.count > 1 else patient(lambda: interrupt.requested)  # others would wait for this one
     readers = [groups(plan, trainee.plan, trainee.step, ranks, pin=pin, stop=stop) for trainee in training.trainees]
     if not _begin(training, watching, interrupt):
         return False

@@ -71,7 +71,7 @@ def groups(
     ranks: Ranks,
     *,
     pin: bool = False,
-    stop: Callable[[], bool] | None = None,
+    stop: Callable[[float], bool] | None = None,
 ) -> Generator[Group, None, None]:
     """What an expert is trained on from a step of its own to its end, read ahead in threads, also into the next epoch.
 
@@ -81,7 +81,7 @@ def groups(
         step: how many steps it has done.
         ranks: this process reads its own share of every step's batches.
         pin: put the tensors into pinned memory, from where a GPU takes them while it computes.
-        stop: asked while a batch is waited for.
+        stop: asked while a batch is waited for, with the seconds that this has taken.
 
     Raises:
         StoppedError: it said so.

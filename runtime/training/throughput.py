@@ -18,6 +18,7 @@ from wangen.generator.flops import NOTHING, StepFlops
 from wangen.generator.run_folder import TRACES
 from wangen.profiles import TransformerSizes
 from wangen.runtime.communication import CommunicationTime
+from wangen.runtime.training.pace import Pace
 
 log = logging.getLogger("wangen")
 
@@ -93,6 +94,7 @@ class Throughput:
         peak: float | None = None,
         clock: Callable[[], float] = time.perf_counter,
         communication: CommunicationTime | None = None,
+        pace: Pace | None = None,
     ) -> None:
         """Begin to count.
 
@@ -101,8 +103,10 @@ class Throughput:
             peak: TFLOP/s from `peak_tflops`; None gives no MFU.
             clock: seconds.
             communication: where the steps' time inside collectives is summed up; None in a process that is alone.
+            pace: gets what is read.
         """
         self._device, self._peak, self._clock, self._communication = device, peak, clock, communication
+        self._pace = pace
         self._all = _Work()
         self._begin()
 
@@ -145,6 +149,9 @@ class Throughput:
         rates = self._rates_of(self._now)
         if rates:
             self._all.add(self._now)
+        if self._pace:
+            now = self._now
+            self._pace.add(now.steps, now.seconds - now.communicated_s, now.waited_s, now.flops.done or now.steps)
         self._begin()
         return rates
 

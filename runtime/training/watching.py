@@ -38,6 +38,7 @@ from wangen.runtime.training.held_out import video_key
 from wangen.runtime.training.loading import load_base
 from wangen.runtime.training.metrics import Metrics, Pending, Record, TimestepBins
 from wangen.runtime.training.not_finite import refuse_not_finite
+from wangen.runtime.training.pace import Pace
 from wangen.runtime.training.plan import Plan, dataset_digest
 from wangen.runtime.training.prepared import Prepared
 from wangen.runtime.training.ranks import Ranks
@@ -99,7 +100,10 @@ class Watching:
         self._pending = Pending(device, ranks=ranks)
         self._bins = {expert.name: TimestepBins() for expert in plan.experts}
         peak = peak_tflops(device, self._options.peak_tflops)
-        self._rates = Throughput(device, peak, communication=ranks.communication if ranks.count > 1 else None)
+        self._rates = Throughput(
+            device, peak, communication=ranks.communication if ranks.count > 1 else None,
+            pace=Pace(device, reads_cache=self._options.cache_mode == "cached"),
+        )  # fmt: skip
         self._stack = contextlib.ExitStack()
         self._shown, self._counts = "", True
 
