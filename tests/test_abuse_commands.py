@@ -1,5 +1,6 @@
 """The commands of the workspace, of models and of caches with hostile names and files: one message, nothing lost."""
 
+import os
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -95,8 +96,9 @@ def test_hostile_paths_and_names(command, work):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("command", LINES)
-def test_all_hostile_paths_and_names(command, work):
-    assert faults(LINES[command], work, 2) == []
+def test_many_more_hostile_paths_and_names(command, work):
+    """One case of five, or another part of them, which `ABUSE_PART` says."""
+    assert faults(LINES[command], work, int(os.environ.get("ABUSE_PART", "5"))) == []
 
 
 @pytest.mark.slow
