@@ -126,8 +126,8 @@ def read_prompts(
     if flag == "--prompt_file":  # in the files of musubi-tuner's generate scripts --g and --l are the same
         found = [(where, _without_g(values)) for where, values in found]
     prompts = [make_prompt(values, model, seed, defaults, where=where, folder=path.parent) for where, values in found]
-    for where, values in found if tell else ():
-        for line in _unread(values, model):
+    for (where, values), prompt in zip(found, prompts, strict=True) if tell else ():
+        for line in _unread(values, model, prompt):
             log.warning("  %s: %s", where, line)
     if not prompts:
         raise UsageError("there is no prompt in this file", where=str(path), cure="write one prompt per line")
@@ -140,12 +140,17 @@ def _without_g(values: Mapping[str, Any]) -> dict[str, Any]:
     return {"cfg_scale": values["guidance_scale"], **others} if "guidance_scale" in values else others
 
 
-def _unread(values: Mapping[str, Any], model: Model) -> list[str]:
-    """A sentence for each option that decides nothing with this model."""
+def _unread(values: Mapping[str, Any], model: Model, prompt: SamplePrompt) -> list[str]:
+    """A sentence for each option that decides nothing with this model, or beside the others."""
     guidances = {"guidance_scale": "--g is HunyuanVideo's embedded guidance"}
     if not model.experts:
         guidances["cfg_scale_high_noise"] = "--lh is the guidance of a high-noise expert"
-    return [f"{what}, which {model.title} has not: use --l" for name, what in guidances.items() if name in values]
+    found = [f"{what}, which {model.title} has not: use --l" for name, what in guidances.items() if name in values]
+    if min(prompt.guidance, prompt.guidance_high_noise) < 1:
+        found.append("guidance below 1 is as 1: there is none")
+    if "negative_prompt" in values and not prompt.guided:
+        found.append("--n decides nothing without guidance: use --l above 1")
+    return found
 
 
 def make_prompt(

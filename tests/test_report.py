@@ -4,17 +4,21 @@ import json
 import re
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from urllib.parse import unquote
 
 from helpers import make_clip
+from PIL import Image
 from report_runs import HOSTILE, Page, page_of, step_line, validation_line, write_metrics
 from tiny import TinyRun
 
 from wangen.generator.cli import main
+from wangen.runtime import train
 from wangen.runtime.report.charts import make_charts
 from wangen.runtime.report.metrics_log import MetricsLog
-from wangen.runtime.report.run_files import read_run
+from wangen.runtime.report.page import sample_facts
+from wangen.runtime.report.run_files import Sample, read_run
 
 ROOT = Path(__file__).parent.parent
 
@@ -233,3 +237,43 @@ def test_what_was_judged_by_other_items_is_no_part_of_the_chart(tmp_path):
     assert [x for x, _ in charts["gains"].lines[0].points] == [9, 12]
     whole = read_run(write_metrics(tmp_path, [step_line(12), *lines[2:]]), None)
     assert "left out" not in make_charts(whole.records)[1].note
+
+
+def test_samples_of_a_run_that_was_begun_anew_are_not_shown_as_this_ones(tiny_run: TinyRun, tmp_path: Path):
+    prompts = tmp_path / "prompts.txt"
+    prompts.write_text("a red square --w 64 --h 64 --f 1 --s 1 --l 1\n")
+    weights = {name: tiny_run.weights[name] for name in ("vae", "t5")}
+    options = tiny_run.options(
+        tmp_path / "out", **weights, t5_dtype="float32", sample_prompts=prompts, max_train_steps=4,
+        sample_every_n_steps=2, sample_at_first=True,
+    )  # fmt: skip
+    train.run(options)
+    train.run(replace(options, fresh=True, max_train_steps=3, sample_every_n_steps=None, sample_at_first=False))
+    run = read_run(tmp_path / "out", None)
+    assert [sample.step for sample in run.samples] == [3]
+    assert any("3 pictures and videos in samples that the list" in problem for problem in run.problems)
+    assert len(list((tmp_path / "out" / "samples").glob("*.png"))) == 4, "nobody's pictures are removed"
+
+
+def test_what_was_asked_for_differently_is_looked_through_by_itself(tmp_path: Path):
+    """A prompt file may change between two starts."""
+    folder = write_metrics(tmp_path, [{**step_line(step), "output_name": "lora"} for step in range(1, 7)])
+    (folder / "samples").mkdir()
+    asked = {2: ("a dog", 1), 4: ("a cat", 1), 5: ("a cat", 1), 6: ("a cat", 2)}
+    lines = []
+    for step, (prompt, seed) in asked.items():
+        name = f"lora-step{step:08d}-1.png"
+        Image.new("RGB", (8, 8)).save(folder / "samples" / name)
+        lines.append({"file": name, "prompt": prompt, "seed": seed, "averaged_weights": step == 6, "sampler": "unipc"})
+    (folder / "samples" / "samples.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    page = Page(page_of(folder))
+    blocks = [tag["id"] for _, tag in page.tags if tag.get("id", "").startswith("sample-")]
+    assert blocks == ["sample-1", "sample-1-settings-2", "sample-1-settings-3"]
+    assert page.text.count("of the averaged weights (-ema)") == 1
+
+
+def test_a_sample_of_the_high_noise_expert_alone_has_its_guidance():
+    told = {"experts": ["high_noise"], "guidance": 3.0, "guidance_high_noise": 4.0}
+    assert "guidance 4.0" in sample_facts(Sample(Path("a.png"), 1, 1, "high_noise", told))
+    assert "guidance 3.0 (high noise 4.0)" in sample_facts(Sample(Path("a.png"), 1, 1, "", told))
+    assert sample_facts(Sample(Path("a.png"), 1, 1, "low_noise", told)).endswith("guidance 3.0")

@@ -19,7 +19,14 @@ from wangen.runtime import generate
 from wangen.runtime.sampling import scenes
 from wangen.runtime.sampling.videos import Expert, _stages
 from wangen.runtime.training.adapter import replaced
-from wangen.runtime.training.sampling import list_samples, make_samples, samples_due, settings_of, training_scenes
+from wangen.runtime.training.sampling import (
+    cut_samples,
+    list_samples,
+    make_samples,
+    samples_due,
+    settings_of,
+    training_scenes,
+)
 
 pytest_plugins = ("optimizer_fixtures",)
 
@@ -141,6 +148,42 @@ def test_both_experts_sample_each_from_the_boundary_on_with_its_own_guidance(tin
     assert not np.array_equal(both, pixels(make_samples(run, scenes)[0]))
     last = (tmp_path / "samples" / "samples.jsonl").read_text().splitlines()[-1]
     assert json.loads(last)["experts"] == ["low_noise"]
+
+
+@pytest.mark.slow
+def test_comfyui_is_told_the_guidance_that_was_used_and_what_is_merged(tiny_run, tmp_path, caplog):
+    options = options_of(tiny_run, tmp_path, task="t2v-A14B", dit_high_noise=tiny_run.weights["dit"])
+    run = make_run(options)
+    (scene, below) = scenes_of(run, tmp_path, "a square --w 64 --h 64 --f 1 --s 2 --l 3 --lh 2\n"
+                                              "a square --w 64 --h 64 --f 1 --s 2 --l 0.5 --n a wall\n")  # fmt: skip
+    assert "guidance below 1 is as 1" in caplog.text
+    assert "--n decides nothing without guidance" in caplog.text
+    both, run.trainees = run.trainees, run.trainees[:1]
+    assert settings_of(run, scene.prompt)["comfyui"]["cfg"] == 2.0, "the expert for high noise alone"
+    run.trainees = both[1:]
+    assert settings_of(run, scene.prompt)["comfyui"]["cfg"] == 3.0
+    assert settings_of(run, below.prompt)["comfyui"]["cfg"] == 1.0, "ComfyUI would mix with less"
+    assert "base_weights" not in settings_of(run, below.prompt)
+    merged = replace(run.plan.options, base_weights=(tmp_path / "a.safetensors",), base_weights_multiplier=(0.5,))
+    run.plan = replace(run.plan, options=merged)
+    told = settings_of(run, scene.prompt)
+    assert told["base_weights"] == told["comfyui"]["base_weights"] == [{"file": "a.safetensors", "strength": 0.5}]
+
+
+def test_samples_of_later_steps_leave_the_list_when_a_run_begins_anew(tmp_path):
+    def listed():
+        return [json.loads(line)["file"] for line in (tmp_path / "samples.jsonl").read_text().splitlines()]
+
+    own = [f"lora-step0000000{step}-1.png" for step in (0, 2, 4)]
+    files = [*own, "lora-step00000004-continuation-1.mp4", "lora_low_noise-step00000004-1.png", "other.png"]
+    list_samples(tmp_path, {file: {"seed": 1} for file in files})
+    cut_samples(tmp_path, "lora", 2, keep=True)
+    assert listed() == [own[0], own[1], files[4], files[5]]
+    cut_samples(tmp_path, "lora", 0, keep=True)
+    assert listed() == [own[0], files[4], files[5]]
+    cut_samples(tmp_path, "lora", 0, keep=False)
+    assert listed() == files[4:]
+    cut_samples(tmp_path / "nowhere", "lora", 0, keep=False)
 
 
 def test_an_expert_that_samples_alone_is_announced(tiny_run, tmp_path, caplog):

@@ -83,10 +83,14 @@ class Mlflow:
         self.module.start_run = self.start
         self.module.log_metrics = self.log
         self.module.end_run = lambda: None
+        self.module.MlflowClient = lambda: SimpleNamespace(get_metric_history=self.history)
 
     def start(self, run_id=None, **names):
         self.started.append((run_id, names["run_name"]))
         return SimpleNamespace(info=SimpleNamespace(run_id=run_id or "new-run"))
+
+    def history(self, run_id, name):
+        return [SimpleNamespace(step=step) for step, metrics in self.logged if name in metrics]
 
     def log(self, metrics, step):
         if step >= self.fails_at:
@@ -105,6 +109,32 @@ def test_a_log_that_fails_is_dropped_with_one_warning_and_the_others_go_on(tiny_
         "  mlflow stopped logging: the server is gone; metrics.jsonl goes on"
     ]
     assert len(scalars(tmp_path / "logs" / "lora")["train/loss"]) == 4
+
+
+def test_names_that_mlflow_refuses_are_others_there(tiny_run, tmp_path, monkeypatch):
+    mlflow = Mlflow()
+    monkeypatch.setitem(sys.modules, "mlflow", mlflow.module)
+    with open_trackers(tiny_run.options(tmp_path, log_with=("mlflow", "tensorboard")), 0) as logs:
+        logs.log(1, {"d*lr": 1.0, "timestep_0062.5": 2.0})
+    assert mlflow.logged == [(1, {"train/d_lr": 1.0, "train/timestep_0062.5": 2.0})]
+    assert "train/d*lr" in scalars(tmp_path / "logs" / "lora")
+
+
+def test_what_mlflow_has_of_a_step_that_is_done_once_more_is_not_logged_twice(tiny_run, tmp_path, monkeypatch):
+    """A kill came after the state was saved."""
+    mlflow = Mlflow()
+    monkeypatch.setitem(sys.modules, "mlflow", mlflow.module)
+    options = tiny_run.options(tmp_path, log_with=("mlflow",))
+    with open_trackers(options, 0) as logs:
+        for step in (1, 2, 3):
+            logs.log(step, {"loss": float(step)})
+    with open_trackers(options, 1) as logs:
+        for step in (2, 3, 4):
+            logs.log(step, {"loss": float(step)})
+        logs.log(3, {"held_out": 0.5})  # this was not reached
+    assert [(step, *metrics) for step, metrics in mlflow.logged] == [
+        (1, "train/loss"), (2, "train/loss"), (3, "train/loss"), (4, "train/loss"), (3, "train/held_out"),
+    ]  # fmt: skip
 
 
 def test_tensorboards_thread_ends_with_one_line_where_the_disk_refuses(tiny_run, tmp_path, monkeypatch, caplog, capsys):

@@ -1,12 +1,13 @@
 """The page of a run: sections of blocks of HTML, all in one file or exchanged one by one while it trains."""
 
 import hashlib
+import json
 from base64 import b64encode
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property
 from importlib.resources import files
-from itertools import groupby
 from typing import TYPE_CHECKING, Any, Literal
 
 from wangen.runtime.report.cautions import find_cautions
@@ -32,6 +33,9 @@ if TYPE_CHECKING:
     from jinja2 import Environment
 
 POLL_S = 3.0
+_ASKED = ("prompt", "negative_prompt", "image", "controls", "continues", "given_frames", "width", "height", "frames",
+          "fps", "seed", "sampler", "steps", "shift", "guidance", "guidance_high_noise")  # fmt: skip
+"""What somebody decides of a sample."""
 
 
 @dataclass(frozen=True)
@@ -154,14 +158,27 @@ def _samples(run: RunFiles, media: Media) -> Iterator[Block]:
 
 
 def _over_time(samples: Sequence[Sample], media: Media) -> Iterator[Block]:
-    """For each prompt or clip what was made of it, to be looked through by step."""
-    for (expert, number), group in groupby(samples, key=lambda sample: (sample.expert, sample.number)):
+    """For each prompt or clip what was made of it with the same settings, to be looked through by step."""
+    keys = Counter[str]()
+    for group in _alike(samples):
         shown = [(sample, url) for sample in group if (url := media.url(sample.file))]
         if shown:
             last = shown[-1][0]
             what = "continuation" if last.continued else "sample"
-            key = f"{what}-{expert.replace('_', '-')}-{number}" if expert else f"{what}-{number}"
+            key = "-".join([what, *([last.expert.replace("_", "-")] if last.expert else []), str(last.number)])
+            keys[key] += 1
+            if keys[key] > 1:
+                key += f"-settings-{keys[key]}"
             yield _block(key, "samples", shown=shown, title=_title(last), facts=sample_facts(last), what=what.title())
+
+
+def _alike(samples: Sequence[Sample]) -> list[list[Sample]]:
+    """Samples of one prompt or clip with the same settings: a prompt file may have changed between two starts."""
+    found: dict[tuple[str, int, str], list[Sample]] = {}
+    for sample in samples:
+        asked = json.dumps([sample.settings.get(name) for name in _ASKED], sort_keys=True)
+        found.setdefault((sample.expert, sample.number, asked), []).append(sample)
+    return list(found.values())
 
 
 def _title(sample: Sample) -> str:
@@ -177,9 +194,14 @@ def sample_facts(sample: Sample) -> str:
     if not told:
         return ""
     given = f"source, the VAE's reconstruction, continuation of {told.get('given_frames')} given frames; "
+    high = told.get("guidance_high_noise")
+    guidance = f"guidance {high if sample.expert == 'high_noise' else told.get('guidance')}"
+    if high is not None and not sample.expert:
+        guidance += f" (high noise {high})"
+    averaged = ", of the averaged weights (-ema)" if told.get("averaged_weights") else ""
     return (given if sample.continued else "") + (
         f"{told.get('width')}x{told.get('height')}, {told.get('frames')} frames at {told.get('fps')} fps, seed "
-        f"{told.get('seed')}, {told.get('sampler')}, {told.get('steps')} steps, guidance {told.get('guidance')}"
+        f"{told.get('seed')}, {told.get('sampler')}, {told.get('steps')} steps, {guidance}{averaged}"
     )
 
 

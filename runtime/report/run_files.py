@@ -289,16 +289,23 @@ def _loras(folder: Path, name: str, problems: list[str]) -> Iterator[Lora]:
 def _samples(folder: Path, name: str, problems: list[str]) -> Iterator[Sample]:
     if not folder.is_dir():
         return
-    lines = dict(_sample_lines(folder / SAMPLE_LIST, problems))
+    is_listed = is_file(folder / SAMPLE_LIST)
+    lines, unlisted = dict(_sample_lines(folder / SAMPLE_LIST, problems)), 0
     pattern = re.compile(re.escape(name) + _SAMPLE)
     for path in folder.iterdir():
         if (match := pattern.fullmatch(path.name)) and (file := _media(folder.resolve(), path.name)):
+            if is_listed and path.name not in lines:
+                unlisted += time_s(path) < time_s(folder / SAMPLE_LIST)  # else it is of those that are being made
+                continue
             expert = (match["expert"] or "")[1:]
             settings, continued = lines.get(path.name, {}), bool(match["continued"])
             yield Sample(file, int(match["step"]), int(match["number"]), expert, settings, continued)
     for listed in sorted(lines):
         if pattern.fullmatch(listed) and not is_file(folder / listed):
             problems.append(f"{SAMPLES}/{listed} is in the list of samples, and the file is gone")
+    if unlisted:
+        problems.append(f"{many(unlisted, 'picture or video', 'pictures and videos')} in {SAMPLES} that the list of "
+                        "samples has not, as of an earlier run of this name: not shown")  # fmt: skip
 
 
 def _place(sample: Sample) -> tuple[str, bool, int, int]:

@@ -109,7 +109,8 @@ def _speed(run: RunFiles) -> Mapping[str, Any]:
         return {"seconds": run.result.get("seconds_training"), **mapping(run.result, "speed")}
     seconds = sum(float(record["s_per_step"]) for record in timed)
     tokens = sum(float(record["s_per_step"]) * float(record["tokens_per_s"]) for record in timed)
-    peaks = [peak for record in timed if is_number(peak := record.get("peak_memory_bytes"))]
+    looked = mapping(run.result, "speed")  # what was looked at after the last step may have taken more
+    peaks = [peak for record in (*timed, looked) if is_number(peak := record.get("peak_memory_bytes"))]
     return {
         "seconds": seconds,
         "s_per_step": seconds / len(timed),

@@ -190,6 +190,10 @@ def _judge_expert(run: RunFiles, expert: str) -> _Judged | None:
         against.append(f"{of}no file was kept of step {step}, the best one; {file.file.name} is of step {file.step}")
     if told["mean_adapter"] < trained[-1][1]["mean_adapter"]:
         against.append(f"{of}after step {step} the held-out loss rose: it began to learn by heart")
+    last, end = trained[-1]
+    if is_number(average := end.get("mean_ema")) and average < told["mean_adapter"]:
+        against.append(f"{of}the averaged weights of step {last} have {average:.5f}, which is less: by that the file "
+                       "that ends in -ema is better")  # fmt: skip
     if not is_number(error):
         against.append(f"{of}one held-out file, or clips of one video, is too few to tell a difference from chance")
     return _Judged(

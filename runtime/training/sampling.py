@@ -3,8 +3,10 @@
 Nothing of a run changes by sampling: noise comes from generators of its own, modes and weights are put back.
 """
 
+import contextlib
 import json
 import logging
+import re
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
@@ -26,6 +28,7 @@ from wangen.runtime.sampling.output import KEY, write_media
 from wangen.runtime.sampling.scenes import Encoders, Scene, make_scenes
 from wangen.runtime.sampling.videos import Decoder, Expert, sample_latents
 from wangen.runtime.training.adapter import replaced
+from wangen.runtime.training.adapter_config import merged
 from wangen.runtime.training.run import Run
 from wangen.runtime.training.timesteps import HIGH
 from wangen.runtime.training.validation import evaluating
@@ -204,6 +207,7 @@ def settings_of(run: Run, prompt: SamplePrompt) -> dict[str, Any]:
     sigmas = [round(sigma, 6) for sigma in scheduler.sigmas.tolist()]
     boundary = _boundary(run) if run.plan.model.experts else None
     both = boundary is not None and len(run.trainees) > 1
+    high_alone = [trainee.plan.name for trainee in run.trainees] == [HIGH]
     steps_high = sum(step >= 1000 * boundary for step in scheduler.timesteps.tolist()) if both and boundary else 0
     return {
         "task": run.plan.model.name,
@@ -227,18 +231,55 @@ def settings_of(run: Run, prompt: SamplePrompt) -> dict[str, Any]:
         "guidance_high_noise": prompt.guidance_high_noise if boundary is not None else None,
         "boundary": boundary,
         "lora_strength": 1.0,
+        **_merged(run.plan.options),
         "sigmas": sigmas,
         "comfyui": {
             "sampler_name": _COMFYUI_SAMPLERS[prompt.sampler],
             "scheduler": "simple",
             "shift": prompt.shift,
             "steps": prompt.steps,
-            "cfg": prompt.guidance,
+            "cfg": max(1.0, prompt.guidance_high_noise if high_alone else prompt.guidance),
             "noise_seed": prompt.seed,
             "strength_model": 1.0,
-            **({"cfg_high_noise": prompt.guidance_high_noise, "steps_high_noise": steps_high} if both else {}),
+            **_merged(run.plan.options),
+            **(
+                {"cfg_high_noise": max(1.0, prompt.guidance_high_noise), "steps_high_noise": steps_high} if both else {}
+            ),
         },
     }
+
+
+def _merged(options: Train) -> dict[str, Any]:
+    """The LoRAs that a run has merged into its model, each with its strength, where there are any."""
+    found = [{"file": path.name, "strength": strength} for path, strength in merged(options)]
+    return {"base_weights": found} if found else {}
+
+
+def cut_samples(folder: Path, name: str, step: int, *, keep: bool) -> None:
+    """Take the samples of later steps off the list, as of a run that `--fresh` begins anew; their files stay.
+
+    Args:
+        folder: of samples.
+        name: of the run.
+        step: at which it begins.
+        keep: samples of this very step are its own, since it goes on.
+    """
+    path = folder / SAMPLE_LIST
+    pattern = re.compile(re.escape(name) + r"-step(\d+)-.*", re.DOTALL)
+
+    def stays(line: str) -> bool:
+        with contextlib.suppress(ValueError, RecursionError, KeyError, TypeError):
+            found = pattern.fullmatch(json.loads(line)["file"])
+            return not found or int(found[1]) < step + keep
+        return False
+
+    try:
+        lines = path.read_text(encoding="utf-8", errors="replace").splitlines() if path.is_file() else []
+        kept = [line for line in lines if stays(line)]
+        if len(kept) < len(lines):
+            write_text(path, "".join(f"{line}\n" for line in kept))
+    except (WangenError, OSError) as error:
+        log.warning("  the list of samples: %s", in_line(error))
 
 
 def list_samples(folder: Path, made: Mapping[str, Mapping[str, Any]]) -> None:

@@ -4,6 +4,7 @@ import logging
 import math
 import netrc
 import os
+import re
 import secrets
 import threading
 from collections.abc import Callable, Iterator, Mapping
@@ -27,6 +28,8 @@ _LAUNCHED = ("LOCAL_RANK", "WORLD_SIZE", "PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "MV
 _WANDB_HOST = "https://api.wandb.ai"
 _ALONE = ("wandb", "mlflow")
 """Packages that accelerate imports whole, which needs more packages of theirs; TensorBoard comes with torch."""
+_NO_NAME = re.compile(r"[^\w./: -]")
+"""What mlflow refuses in the name of a number, as the * of Prodigy's d*lr, and with it all numbers of the step."""
 _FAILURES = (Exception,)
 """Other people's packages raise what they like, and a log never stops a run."""
 
@@ -187,7 +190,36 @@ def _mlflow(options: Train, step: int) -> Any:
     tracker = MLflowTracker(options.log_tracker_name or PROJECT, run_id=run_id, run_name=options.output_name)
     tracker.start()
     _remember(options, "mlflow", tracker.active_run.info.run_id)
-    return tracker
+    return _Mlflow(tracker, run_id)
+
+
+class _Mlflow:
+    """accelerate's tracker, with names that mlflow takes, and without what a run that goes on has logged before.
+
+    mlflow keeps both numbers of a step that is done once more, and equal they are: a state goes on exactly.
+    """
+
+    def __init__(self, tracker: Any, goes_on: str | None) -> None:
+        self._tracker, self._goes_on = tracker, goes_on
+        self._logged: dict[str, int] = {}
+
+    def log(self, values: Mapping[str, float], step: int) -> None:
+        named = {_NO_NAME.sub("_", name): value for name, value in values.items()}
+        new = {name: value for name, value in named.items() if step > self._last(name)}
+        if new:
+            self._tracker.log(new, step=step)
+
+    def _last(self, name: str) -> int:
+        """The last step of a number that the log had when this run went on; -1 where there is none."""
+        if self._goes_on and name not in self._logged:
+            from mlflow import MlflowClient  # type: ignore[import-not-found,unused-ignore]
+
+            history = MlflowClient().get_metric_history(self._goes_on, name)
+            self._logged[name] = max((metric.step for metric in history), default=-1)
+        return self._logged.get(name, -1)
+
+    def finish(self) -> None:
+        self._tracker.finish()
 
 
 _START: Mapping[str, Callable[[Train, int], Any]] = {

@@ -103,7 +103,10 @@ class Validation:
         """As single numbers for an experiment log, by name."""
         means = {"base": self.mean_base, "adapter": self.mean_adapter, "delta": self.delta}
         found = means | ({} if self.mean_ema is None else {"ema": self.mean_ema})
-        return found | {f"timestep_{row.timestep:04.0f}": row.adapter for row in self.rows}
+        timesteps = [row.timestep for row in self.rows]
+        digits = next((n for n in range(4) if len({f"{t:.{n}f}" for t in timesteps}) == len(timesteps)), 4)
+        width = 4 + (digits and digits + 1)
+        return found | {f"timestep_{row.timestep:0{width}.{digits}f}": row.adapter for row in self.rows}
 
     def lines(self) -> list[str]:
         """For the log: the means, then a row per timestep."""

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from wangen.generator.flops import NOTHING, StepFlops, step_flops
-from wangen.generator.run_folder import METRICS
+from wangen.generator.run_folder import METRICS, SAMPLES
 from wangen.generator.sample_prompts import defaults_of, read_prompts
 from wangen.runtime.cache import digest
 from wangen.runtime.interrupt import Interrupt
@@ -43,7 +43,7 @@ from wangen.runtime.training.plan import Plan, dataset_digest
 from wangen.runtime.training.prepared import Prepared
 from wangen.runtime.training.ranks import Ranks
 from wangen.runtime.training.run import Run, Trainee
-from wangen.runtime.training.sampling import make_samples, samples_due, training_scenes
+from wangen.runtime.training.sampling import cut_samples, make_samples, samples_due, training_scenes
 from wangen.runtime.training.saving import save_best
 from wangen.runtime.training.step import StepResult, item_errors
 from wangen.runtime.training.throughput import (
@@ -143,6 +143,8 @@ class Watching:
             self._write = self._stack.enter_context(metrics).log
             named = replace(self._options, output_name=self._plan.name)
             self._trackers = self._stack.enter_context(open_trackers(named, self._step))
+            goes_on = run.step > 0 or LOOKED in run.facts
+            cut_samples(self._options.output_dir / SAMPLES, self._plan.name, run.step, keep=goes_on)
         for name, bins in self._bins.items():
             bins.load(run.facts.get(BINS, {}).get(name))
         whole = self.look() if run.step == 0 or LOOKED in run.facts else True
