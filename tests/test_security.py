@@ -91,6 +91,7 @@ SPEAKS = {
     "generator/files.py": "the machine's name",
     "generator/models/hub.py": "wangen models download, and the address of HF_ENDPOINT",
     "runtime/report/server.py": "wangen watch, on 127.0.0.1",
+    "runtime/training/trackers.py": "--log_with mlflow: what its run has already",
 }
 """The modules that import anything that can open a connection, and what for."""
 NETWORKS = {"socket", "http", "urllib3", "requests", "httpx", "aiohttp", "huggingface_hub", "ftplib", "smtplib", "ssl",
