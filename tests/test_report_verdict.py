@@ -289,3 +289,11 @@ def test_the_page_of_a_whole_model_does_not_speak_of_a_lora(tmp_path):
         assert f"By held-out loss alone the {word} is better than the base" in text
         assert f"{word} less base at each timestep" in text
         assert ("run wangen evaluate" in text) == (mode == "lora")
+
+
+@pytest.mark.parametrize(("average", "is_said"), [(0.14, True), (0.16, False), (None, False)])
+def test_an_average_that_is_better_than_the_best_is_said(tmp_path, average, is_said):
+    lines = [validation_line(3, 0.15), validation_line(6, 0.17)]
+    lines[-1]["validation"]["mean_ema"] = average
+    found = verdict_of(write_metrics(tmp_path, [step_line(6), *lines]))
+    assert any("averaged weights of step 6 have 0.14000" in line for line in found.against) is is_said

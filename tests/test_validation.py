@@ -261,6 +261,12 @@ def test_the_difference_has_a_standard_error_over_items_each_compared_with_itsel
     assert found.numbers()["timestep_0250"] == 2.0
 
 
+def test_rows_of_timesteps_that_lie_close_have_names_of_their_own():
+    base = Losses(("a",), (0.9002, 0.9004, 0.904), 1, ((1.0, 2.0, 3.0),))
+    rows = {name: value for name, value in compare(base, base, "a").numbers().items() if name.startswith("timestep")}
+    assert rows == {"timestep_0900.2": 1.0, "timestep_0900.4": 2.0, "timestep_0904.0": 3.0}
+
+
 def test_clips_of_one_video_and_sizes_of_one_file_are_one_witness():
     base, adapter = losses(*[(1.0, 1.0)] * 4), losses((0.9, 0.9), (0.8, 0.8), (0.7, 0.7), (0.6, 0.6))
     assert compare(base, adapter, ["film"] * 4).standard_error is None
