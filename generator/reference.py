@@ -45,7 +45,8 @@ DIFFERENCES = (
     "`--include_patterns` and `--exclude_patterns` (also inside `--network_args`) really restrict, and one that "
     "matches nothing is refused. Where `--network_args` has both, they mean what they do in musubi-tuner: "
     "`include_patterns` takes back what `exclude_patterns` took.",
-    "Samples of a model with two experts use both; their settings are in the files. What a prompt leaves open is the "
+    "Samples of a model with two experts use both where both are trained; "
+    "their settings are in the files. What a prompt leaves open is the "
     "model's own (`--w 832 --h 480 --f 81` for Wan, `--w 1280 --h 704 --f 121` for TI2V-5B; seed 42, no negative "
     "prompt), not 256x256 and one frame with a random seed: write `--w`, `--h` and `--f`. There is a sample after the "
     "last step, too.",

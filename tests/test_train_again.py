@@ -351,7 +351,7 @@ def test_other_processes_are_told_how_they_make_the_same_steps_if_they_can(proce
 
 def test_a_flag_that_the_version_of_a_state_did_not_have_was_at_its_default():
     for offset, changed in (("0.0", {}), ("0.1", {"noise_offset": "0.0 -> 0.1"})):
-        plan = SimpleNamespace(options=Train(output_dir=Path("o"), output_name="n"),
+        plan = SimpleNamespace(experts=(), options=Train(output_dir=Path("o"), output_name="n"),
                                fingerprint={"dataset": "a", "noise_offset": offset})  # fmt: skip
         assert changed_settings(plan, TrainingState({}, {"dataset": "a"}, {})) == changed
 

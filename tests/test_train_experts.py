@@ -75,6 +75,17 @@ def test_a_run_of_two_experts_goes_on_in_the_middle_of_a_turn(tiny_run, high, tm
         assert one.read_bytes() == other.read_bytes()
 
 
+def test_a_share_that_a_lone_expert_does_not_read_is_no_other_setting(tiny_run, high, tmp_path):
+    alone = both(tiny_run, high, tmp_path, max_train_steps=2, experts="high")
+    train.run(alone)
+    assert train.run(replace(alone, max_train_steps=3, high_noise_share=0.3)).counts["steps"] == 3
+    state = next((tmp_path / "lora_high_noise-state").glob("step-*/state.json"))
+    told = json.loads(state.read_text())
+    told["fingerprint"]["high_noise_share"] = "0.3"  # as an earlier version wrote it
+    state.write_text(json.dumps(told))
+    assert train.run(replace(alone, max_train_steps=4)).counts["steps"] == 4
+
+
 def test_a_shortened_run_is_done_when_each_expert_has_its_own_steps(tiny_run, high, tmp_path):
     options = both(tiny_run, high, tmp_path, max_train_steps=40, expert_turn_steps=9, save_state_every_n_steps=1)
     cut_off(options, 9)

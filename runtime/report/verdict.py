@@ -86,6 +86,10 @@ def _as_it_is_now(verdict: Verdict, run: RunFiles, found: Evaluation) -> Verdict
     steps = {lora.file.name: lora.step for lora in run.loras if not lora.expert and lora.step is not None}
     best, judged = found.winner, [one.step for one in found.checkpoints if one.step is not None]
     now = next((steps[name] for name in file_names(best) if name in steps), best.step)
+    if len(file_names(best)) > 1:  # the step of two experts is that of both together
+        own = {lora.file.name: lora.metadata.get("ss_steps", "") for lora in run.loras}
+        told = [own.get(name, "") for name in file_names(best)]
+        now = sum(map(int, told)) if all(map(str.isdecimal, told)) else best.step
     if best.step is not None and now != best.step:
         headline = f"{best.name} was judged at step {best.step} and is of step {now} now: run wangen evaluate again."
         return replace(verdict, level="unsure", headline=headline, use=())

@@ -10,7 +10,7 @@ from typing import Any
 
 from wangen import profiles
 from wangen.generator import headers
-from wangen.generator.errors import UsageError
+from wangen.generator.errors import UsageError, many
 from wangen.generator.lora_config import lora_identity
 from wangen.generator.memory import SHORT_TEXT, batches_of_a_pass, tokens_beside
 from wangen.generator.step_parts import DEFAULT_EPOCHS
@@ -42,6 +42,8 @@ LEARNS_THE_SAME = {"save_precision", "lora_layout", "checkpointing", "gradient_c
 
 SIZES_OF_ADAPTERS = {"network_dim", "network_alpha"}
 """Pinned flags that mean nothing where no adapter is trained."""
+SHARE = "high_noise_share"
+"""A pinned flag that means nothing where one transformer is trained."""
 
 
 MAX_STEPS = 10_000_000
@@ -286,7 +288,7 @@ def plan_experts(
         elif options.high_noise_share is not None:
             more = "--high_noise_share 0.5, or more steps"
         raise UsageError(
-            f"of {num_steps} steps the {starved.replace('_', '-')} expert would get none "
+            f"of {many(num_steps, 'step')} the {starved.replace('_', '-')} expert would get none "
             f"({natural[starved]:.2%} of the timesteps are its own)",
             cure=f"give {more}, or train the other one alone with --experts",
         )
@@ -311,6 +313,8 @@ def _fingerprint(options: Train, samples: Sequence[CachedSample], experts: Seque
     if options.num_timestep_buckets:
         found["strata"] = "counted over the run"  # once over each epoch
     found["base_weights"] = [lora_identity(path) for path in options.base_weights]
+    if len(experts) == 1:
+        found[SHARE] = str(None)
     for expert in experts:
         found[f"dit{expert.suffix}"] = headers.identity(expert.dit, expert.flag)
         found[f"network_weights{expert.suffix}"] = lora_identity(expert.start) if expert.start else ""
