@@ -16,6 +16,7 @@ from wangen.generator import workspace
 from wangen.generator.cli import main
 from wangen.generator.memory import GIB, memory_plan, settings_of, tokens_of
 from wangen.generator.memory_changes import FASTEST
+from wangen.generator.plan import planning
 from wangen.generator.plan.scripted import read_script
 from wangen.generator.plan.shapes import Encoding, survey
 from wangen.generator.steps import Train
@@ -368,3 +369,10 @@ def test_a_fit_that_was_edited_wrongly_is_named(place: Path, capsys, value):
     path.write_text(path.read_text(encoding="utf-8") + f"\nfit = {value}\n", encoding="utf-8")
     assert main(["plan", "cats"]) == 2
     assert "fit" in capsys.readouterr().err
+
+
+def test_one_disk_has_one_number_though_it_fills_meanwhile(tmp_path, monkeypatch):
+    numbers = iter((5, 4, 3))
+    monkeypatch.setattr(planning.shutil, "disk_usage", lambda _place: SimpleNamespace(free=next(numbers)))
+    assert planning._free_of_both(tmp_path / "cache", tmp_path / "output") == (5, 5)
+    assert planning._free_of_both(None, tmp_path) == (None, 4)

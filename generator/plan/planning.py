@@ -10,7 +10,7 @@ from wangen import profiles
 from wangen.generator import kinds
 from wangen.generator.cards import Gpu
 from wangen.generator.errors import UsageError, WangenError, many
-from wangen.generator.files import nearest_existing
+from wangen.generator.files import disk_of, nearest_existing
 from wangen.generator.launch import Launch, asks_for_several
 from wangen.generator.memory import LONG_TEXT, batches_of_a_pass, gib_text, tokens_beside
 from wangen.generator.memory_presets import for_smaller_steps, require_fitting, resolve_vram
@@ -98,8 +98,7 @@ def _plan_here(script: Scripted, gpu: Gpu | None, num_cards: int, here: bool) ->
     earlier = measured(train, tokens_of_a_step(plan)) if here else None
     cached = sum(_num_bytes(entry.cache_directory) for entry in {one.cache_directory: one for one in entries}.values())
     places = (entries[0].cache_directory if entries else None, train.output_dir)
-    free = tuple(_free(place) for place in places)
-    return Planned(script, found, plan, cure, earlier, cached, (free[0], free[1]), here, notes)
+    return Planned(script, found, plan, cure, earlier, cached, _free_of_both(*places), here, notes)
 
 
 def _resolved(script: Scripted, train: Train, model: Model, gpu: Gpu | None, processes: int, most: int) -> Train:
@@ -198,6 +197,13 @@ def _num_bytes(folder: Path) -> int:
         return 0
     files = (path for path in folder.iterdir() if path.suffix in (".safetensors", ".tar") and path.is_file())
     return sum(path.stat().st_size for path in files)
+
+
+def _free_of_both(cache: Path | None, output: Path | None) -> tuple[int | None, int | None]:
+    """Bytes free where the cache and the output go: of one disk one number, which may change at any moment."""
+    free = _free(cache)
+    is_one = cache is not None and output is not None and disk_of(cache) == disk_of(output)
+    return free, free if is_one else _free(output)
 
 
 def _free(folder: Path | None) -> int | None:
