@@ -3,7 +3,6 @@
 Nothing of a run changes by sampling: noise comes from generators of its own, modes and weights are put back.
 """
 
-import contextlib
 import json
 import logging
 import re
@@ -207,6 +206,7 @@ def settings_of(run: Run, prompt: SamplePrompt) -> dict[str, Any]:
     sigmas = [round(sigma, 6) for sigma in scheduler.sigmas.tolist()]
     boundary = _boundary(run) if run.plan.model.experts else None
     both = boundary is not None and len(run.trainees) > 1
+    merged_into = _merged(run.plan.options)
     high_alone = [trainee.plan.name for trainee in run.trainees] == [HIGH]
     steps_high = sum(step >= 1000 * boundary for step in scheduler.timesteps.tolist()) if both and boundary else 0
     return {
@@ -231,7 +231,7 @@ def settings_of(run: Run, prompt: SamplePrompt) -> dict[str, Any]:
         "guidance_high_noise": prompt.guidance_high_noise if boundary is not None else None,
         "boundary": boundary,
         "lora_strength": 1.0,
-        **_merged(run.plan.options),
+        **merged_into,
         "sigmas": sigmas,
         "comfyui": {
             "sampler_name": _COMFYUI_SAMPLERS[prompt.sampler],
@@ -241,10 +241,9 @@ def settings_of(run: Run, prompt: SamplePrompt) -> dict[str, Any]:
             "cfg": max(1.0, prompt.guidance_high_noise if high_alone else prompt.guidance),
             "noise_seed": prompt.seed,
             "strength_model": 1.0,
-            **_merged(run.plan.options),
-            **(
-                {"cfg_high_noise": max(1.0, prompt.guidance_high_noise), "steps_high_noise": steps_high} if both else {}
-            ),
+            **merged_into,
+            **({"cfg_high_noise": max(1.0, prompt.guidance_high_noise)} if both else {}),
+            **({"steps_high_noise": steps_high} if both else {}),
         },
     }
 
@@ -267,17 +266,13 @@ def cut_samples(folder: Path, name: str, step: int, *, keep: bool) -> None:
     path = folder / SAMPLE_LIST
     pattern = re.compile(re.escape(name) + r"-step(\d+)-.*", re.DOTALL)
 
-    def stays(line: str) -> bool:
-        with contextlib.suppress(ValueError, RecursionError, KeyError, TypeError):
-            found = pattern.fullmatch(json.loads(line)["file"])
-            return not found or int(found[1]) < step + keep
-        return False
+    def stays(file: str) -> bool:
+        found = pattern.fullmatch(file)
+        return not found or int(found[1]) < step + keep
 
     try:
-        lines = path.read_text(encoding="utf-8", errors="replace").splitlines() if path.is_file() else []
-        kept = [line for line in lines if stays(line)]
-        if len(kept) < len(lines):
-            write_text(path, "".join(f"{line}\n" for line in kept))
+        if path.is_file():
+            write_text(path, "".join(f"{line}\n" for line in _lines(path, stays)))
     except (WangenError, OSError) as error:
         log.warning("  the list of samples: %s", in_line(error))
 
@@ -297,13 +292,19 @@ def list_samples(folder: Path, made: Mapping[str, Mapping[str, Any]]) -> None:
 
 def _list(folder: Path, made: Mapping[str, Mapping[str, Any]]) -> None:
     path = folder / SAMPLE_LIST
-    kept = []
-    for line in path.read_text(encoding="utf-8", errors="replace").splitlines() if path.is_file() else []:
-        try:
-            if json.loads(line)["file"] not in made:
-                kept.append(line)
-        except (ValueError, RecursionError, KeyError, TypeError):  # a line that was cut short
-            continue
+    kept = _lines(path, lambda file: file not in made)
     new = [json.dumps({"file": name, **settings}, sort_keys=True) for name, settings in made.items()]
     remove_left(path)
     write_text(path, "\n".join([*kept, *new]) + "\n")
+
+
+def _lines(path: Path, stays: Callable[[str], bool]) -> list[str]:
+    """The lines of a list of samples whose files stay, without those that cannot be read."""
+    kept = []
+    for line in path.read_text(encoding="utf-8", errors="replace").splitlines() if path.is_file() else []:
+        try:
+            if stays(json.loads(line)["file"]):
+                kept.append(line)
+        except (ValueError, RecursionError, KeyError, TypeError):  # a line that was cut short
+            continue
+    return kept
