@@ -37,8 +37,9 @@ class Checkpoint:
         ci_low: lower end of delta's paired bootstrap interval over the held-out files; None of a single file.
         ci_high: upper end, likewise.
         rank: 1 is the best.
-        step: optimizer steps; None when it is not known.
+        step: optimizer steps, of two experts those of their run, and of the later file; None when it is not known.
         file_high_noise: the high-noise expert's LoRA; empty for models with one transformer, and where it has none.
+        file_steps: of two experts' files each one's step, the high-noise one's first; empty of one file.
     """
 
     name: str
@@ -50,6 +51,7 @@ class Checkpoint:
     rank: int
     step: int | None = None
     file_high_noise: str = ""
+    file_steps: tuple[int, ...] = ()
 
     @property
     def is_better(self) -> bool:

@@ -9,7 +9,7 @@ them, `…-ema`. Of two experts each has its own: `NAME_high_noise…`, `NAME_lo
 import json
 import logging
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path, PureWindowsPath
@@ -154,6 +154,25 @@ def _steps_in_words(chosen: Checkpoint) -> str:
         return ""
     own = f", {chosen.step} of its own" if chosen.run_step != chosen.step else ""
     return f" (step {chosen.run_step}{own})"
+
+
+def require_one_run(folder: Path, chosen: Container[Path]) -> None:
+    """Refuse two experts' LoRAs of two runs, where one of these runs has both: they were not trained for each other.
+
+    Args:
+        folder: that was given for both; a file is left as it is.
+        chosen: the LoRAs that `find_lora` found for the one and the other expert, among others.
+
+    Raises:
+        WangenError: they are of two runs.
+    """
+    found = lora_checkpoints(folder) if _is_run(folder) else []
+    taken = {one.run: one.path.name for one in found if one.path in chosen}
+    trained = {expert: {one.run for one in found if one.expert == expert} for expert in EXPERTS}
+    if len(taken) > 1 and any(all(run in runs for runs in trained.values()) for run in taken):
+        files = " and ".join(taken.values())
+        raise WangenError(f"this folder's LoRAs of the two experts would be of two runs: {files}", where=str(folder),
+                          cure="name the LoRA's file of each expert")  # fmt: skip
 
 
 def has_lora(path: Path, expert: str) -> bool:

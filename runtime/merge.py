@@ -17,9 +17,10 @@ import torch
 
 from wangen.generator.companions import CLEAN_CONTROLS, Contents, sort_out, strip_prefix
 from wangen.generator.errors import UsageError, WangenError
+from wangen.generator.experts import expert_of
 from wangen.generator.files import write_text
 from wangen.generator.formats import Header, TensorInfo
-from wangen.generator.header_keys import CONVERTED, MERGED
+from wangen.generator.header_keys import CONVERTED, EXPERT, MERGED
 from wangen.generator.kinds import expect, has_clean_controls, judge
 from wangen.generator.lora_config import STALE
 from wangen.generator.lora_keys import module_name
@@ -118,7 +119,8 @@ def merge(
     tensors |= {name: _copied(info) for name, info in marks.items()}
     if not marks and not form.config and has_clean_controls(dit, header):  # a configuration says it, which stays behind
         tensors[CLEAN_CONTROLS] = Later(torch.float32, (0,), partial(torch.zeros, 0))
-    _write(form, tensors, _metadata(header, sources, layout, dtype), "merging" if sources else "converting")
+    metadata = _metadata(header, sources, layout, dtype, expert_of(dit, "--dit"))
+    _write(form, tensors, metadata, "merging" if sources else "converting")
     found = {module for name in form.contents.weights if (module := _module(name))}
     left_out = tuple([module for module in source.lora if module not in found] for source in sources)
     num_bytes = sum(tensor.num_bytes for tensor in tensors.values())
@@ -280,12 +282,16 @@ def _merged(info: TensorInfo, scale: TensorInfo | None, change: Sequence[Change]
 
 
 def _metadata(
-    header: Header, sources: Sequence[Source], layout: TransformerLayout | None, dtype: str | None
+    header: Header, sources: Sequence[Source], layout: TransformerLayout | None, dtype: str | None, expert: str
 ) -> dict[str, str]:
-    """The old file's metadata without what no longer holds, which LoRAs were added, and whose names there were."""
+    """The old file's metadata without what no longer holds, which LoRAs were added, whose names there were, and which
+    of two experts it is, where that is known.
+    """
     metadata = header.metadata if header.format == "safetensors" else {}
     stale = (*STALE, QUANTISATION) if dtype else STALE
     made = {"format": "pt", **{key: value for key, value in metadata.items() if key not in stale}}
+    if expert:  # the new file's name need not say it
+        made[EXPERT] = f"{expert}_noise"
     if layout:
         made[CONVERTED] = json.dumps({"from": judge(header).layout, "to": layout}, sort_keys=True)
     if sources:

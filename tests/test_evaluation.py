@@ -277,10 +277,10 @@ def test_the_two_loras_of_a_moment_are_found_whatever_their_run_is_called(tmp_pa
     for number, expert in enumerate(("high_noise", "low_noise")):
         keys = (f"diffusion_model.blocks.0.ffn.0.lora_{half}.weight" for half in "AB")
         file = tmp_path / f"test_low_noise_only_{expert}.safetensors"
-        told = {"wangen.expert": expert, "ss_steps": str(number + 3)}
+        told = {"wangen.expert": expert, "ss_steps": "2", "wangen.run_steps": str(number + 3)}
         save_file({key: torch.full((2, 2), number + 1.0) for key in keys}, file, told)
     (found,) = find_candidates([tmp_path], [], experts=True)
-    assert (found.name, found.step) == ("test_low_noise_only", 3 + 4)
+    assert (found.name, found.step, found.file_steps) == ("test_low_noise_only", 4, (3, 4))
     one, best, other = (tmp_path / f"{name}.safetensors" for name in ("one", "best", "other"))
     for path, told in ((one, {"ss_steps": "3"}), (best, {"ss_steps": "3", "wangen.judged_at": "a"}), (other, {})):
         save_file({f"diffusion_model.blocks.0.ffn.0.lora_{half}.weight": torch.ones(2, 2) for half in "AB"}, path, told)

@@ -31,6 +31,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from wangen.generator.cli import main
+from wangen.generator.headers import read_header
 from wangen.runtime.lora import Lora, LoraWeight, read_lora
 
 
@@ -333,3 +334,4 @@ def test_merging_says_that_a_lora_is_of_the_other_expert(
         told.append(capsys.readouterr().err)
     sentence = f"{lora} was trained for the {other}-noise expert, and is merged into the {own}-noise one"
     assert [sentence in one for one in told] == [True, False]
+    assert read_header(tmp_path / "merged.safetensors").metadata["wangen.expert"] == f"{own}_noise"

@@ -341,37 +341,6 @@ def test_a_runs_folder_means_its_lora(tiny_run, lora, tmp_path):
     assert pictures[0] == pictures[1]
 
 
-def test_a_runs_folder_gives_each_expert_its_lora(tiny_run, lora, tmp_path):
-    both, low = tmp_path / "both", tmp_path / "low"
-    for file in (both / "a_low_noise", both / "a_high_noise", low / "b_low_noise"):
-        file.parent.mkdir(exist_ok=True)
-        save_file(load_file(lora), file.with_suffix(".safetensors"))
-    given = options_for(tiny_run, Path("a.mp4"), task="t2v-A14B", dit_high_noise=DIT, lora_weight=(low, both),
-                        lora_multiplier=(0.5, 0.75))  # fmt: skip
-    found = resolved(given, profiles.model("t2v-A14B"), CPU)
-    assert [path.stem for path in found.lora_weight] == ["b_low_noise", "a_low_noise"]
-    assert [path.stem for path in found.lora_weight_high_noise] == ["a_high_noise"]
-    assert found.lora_multiplier_high_noise == (0.75,)
-    told = resolved(replace(given, lora_weight_high_noise=(lora,)), profiles.model("t2v-A14B"), CPU)
-    assert (told.lora_weight_high_noise, told.lora_multiplier_high_noise) == ((lora,), (1.0,))
-
-
-def test_a_lora_of_the_other_expert_is_said(tiny_run, lora, tmp_path, monkeypatch, caplog):
-    def stop(*_words):
-        raise WangenError("far enough")
-
-    monkeypatch.setattr(generate, "make_scenes", stop)
-    for name, own, told in (
-        ("a", "high_noise", "was trained for the high"), ("b_high_noise", None, "is by its name for the high"),
-        ("c_high_noise", "low_noise", ""),
-    ):  # fmt: skip
-        caplog.clear()
-        save_file(load_file(lora), file := tmp_path / f"{name}.safetensors", {"wangen.expert": own} if own else None)
-        with pytest.raises(WangenError, match="far enough"):
-            generate.run(options_for(tiny_run, tmp_path / "a.mp4", lora_weight=(file,)))
-        assert (told in caplog.text, "high-noise expert" in caplog.text) == (True, bool(told))
-
-
 def test_frames_that_are_no_numbers_are_not_written(tiny_run, tmp_path, monkeypatch):
     kind = family(profiles.model("t2v-1.3B"))
     decode = kind.decode_latents

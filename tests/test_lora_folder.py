@@ -14,7 +14,7 @@ from wangen.generator.lora_config import lora_identity
 from wangen.generator.steps import Train
 from wangen.runtime import train
 from wangen.runtime.evaluation.candidates import find_candidates
-from wangen.runtime.lora_folder import find_lora, lora_checkpoints, of_last_run
+from wangen.runtime.lora_folder import EXPERTS, find_lora, lora_checkpoints, of_last_run, require_one_run
 from wangen.runtime.training.refusals import resolved
 
 FLAG = "--lora_weight"
@@ -136,6 +136,26 @@ def test_of_several_runs_the_last_one_that_ended_counts(folder):
         chosen(made)
     report(made, ["cats.safetensors"], [])
     assert chosen(made) == "cats.safetensors"
+
+
+def test_the_loras_of_two_experts_are_of_one_run_where_a_run_has_both(folder):
+    made = folder("cats_high_noise", "cats_low_noise", "dogs_low_noise")
+    report(made, ["dogs_low_noise.safetensors"], [])  # what was trained last
+    found = [find_lora(made, FLAG, expert) for expert in EXPERTS]
+    assert [path.name for path in found] == ["cats_high_noise.safetensors", "dogs_low_noise.safetensors"]
+    with pytest.raises(WangenError, match=r"would be of two runs: cats_high_noise.*and dogs_low_noise"):
+        require_one_run(made, found)
+    for path in made.glob("cats_low_noise*"):
+        path.unlink()
+    require_one_run(made, found)  # each was trained alone
+    require_one_run(found[0], found)
+    start = {"network_weights": made, "network_weights_high_noise": made, "output_dir": made / "other"}
+    weights = {"task": MODEL.name, "dit": Path("low"), "dit_high_noise": Path("high"), "output_name": "lora"}
+    options = resolved(Train(**weights, **start), MODEL, None)
+    assert options.network_weights_high_noise == found[0]
+    folder("cats_low_noise")
+    with pytest.raises(WangenError, match="would be of two runs"):
+        resolved(Train(**weights, **start), MODEL, None)
 
 
 def test_a_folder_without_a_lora_is_refused_and_a_damaged_one_named(tmp_path, folder):

@@ -19,6 +19,8 @@ from wangen.runtime.report.charts import make_charts
 from wangen.runtime.report.metrics_log import MetricsLog
 from wangen.runtime.report.page import sample_facts
 from wangen.runtime.report.run_files import Sample, read_run
+from wangen.runtime.report.run_numbers import numbers
+from wangen.runtime.report.tables import plan_numbers
 
 ROOT = Path(__file__).parent.parent
 
@@ -138,6 +140,9 @@ def test_experts_that_were_trained_one_by_one_are_one_run(tmp_path):
     loss = next(chart for chart in make_charts(run.records) if chart.key == "loss")
     assert {line.name: list(line.points) for line in loss.lines} == {
         "high noise: loss": [(1, 1), (2, 2)], "low noise: loss": [(1, 0.5), (2, 1)]}  # fmt: skip
+    told = dict(plan_numbers(run))
+    assert (told["steps"], told["time of the steps"]) == ("4", f"{4 * lines[0]['s_per_step']:.1f} s")
+    assert numbers(tmp_path)["steps"] == "4"
 
 
 # ---- metrics.jsonl while it is written, and charts ---------------------------------------------------------------

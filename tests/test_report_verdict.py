@@ -135,18 +135,18 @@ def test_an_evaluation_tells_of_the_files_as_they_were(tmp_path, name, step, lev
     )
 
 
-@pytest.mark.parametrize(("low", "level"), [(2, "good"), (5, "unsure")])
+@pytest.mark.parametrize(("low", "level"), [(4, "good"), (5, "unsure")])
 def test_of_two_experts_an_evaluation_tells_of_both_files_as_they_were(tmp_path, low, level):
-    """The best pair was judged after six steps of both; the low-noise expert's file may have been written anew."""
+    """The best of each was saved at a step of its own; the low-noise expert's file may have been written anew."""
     folder = write_metrics(tmp_path, [{**step_line(9), "expert": "low_noise"}])
     names = ("cats_high_noise.safetensors", "cats_low_noise.safetensors")
-    last = replace(evaluation().checkpoints[1], file=names[1], file_high_noise=names[0])
+    last = replace(evaluation().checkpoints[1], file=names[1], file_high_noise=names[0], file_steps=(6, 4))
     write_evaluation(evaluation(checkpoints=(evaluation().checkpoints[0], last)), folder / "evaluation.json")
-    for name, steps in zip(names, (4, low), strict=True):
-        save_file({"a": torch.zeros(1)}, folder / name, {"ss_steps": str(steps), "wangen.run_steps": "9"})
+    for name, steps in zip(names, (6, low), strict=True):
+        save_file({"a": torch.zeros(1)}, folder / name, {"ss_steps": "2", "wangen.run_steps": str(steps)})
     found = verdict_of(folder)
     assert (found.level, bool(found.use)) == (level, level == "good")
-    assert ("step 6 was judged at step 6 and is of step 9 now" in found.headline) == (level == "unsure")
+    assert ("step 6 was judged at step 4 and is of step 5 now" in found.headline) == (level == "unsure")
 
 
 def test_what_speaks_against_the_best_checkpoint_is_said(tmp_path):

@@ -72,6 +72,30 @@ def test_what_is_said_to_an_expert_that_gets_nothing_helps_it(flags, expert, cur
     plan_experts(dataclasses.replace(options, **follows), A14B, 1000)
 
 
+@pytest.mark.parametrize(
+    ("share", "num_steps", "why", "cure"),
+    [
+        (None, 3, r"12\.50% of the timesteps are its own",
+         "--high_noise_share 0.5, --max_train_steps 5 or more, another --timestep_sampling"),
+        (None, 1, r"12\.50% of the timesteps are its own", "--max_train_steps 5 or more, another --timestep_sampling"),
+        (0.001, 400, r"--high_noise_share 0\.001 leaves it 0\.10% of them",
+         "--high_noise_share 0.5, --max_train_steps 501 or more"),
+        (0.5, 1, r"--high_noise_share 0\.5 leaves it 50\.00% of them", "--max_train_steps 2 or more"),
+    ],
+)  # fmt: skip
+def test_what_gives_an_expert_a_step_is_said_by_why_it_has_none(share, num_steps, why, cure):
+    files = {"dit": Path("low"), "dit_high_noise": Path("high")}
+    flags = {"timestep_sampling": "uniform", "high_noise_share": share}
+    options = resolved(train(task="t2v-A14B", **files, **flags), A14B, None)
+    with pytest.raises(UsageError, match=f"the high-noise expert would get none \\({why}\\)") as error:
+        plan_experts(options, A14B, num_steps)
+    assert error.value.cure == f"give {cure}, or train the other one alone with --experts"
+    enough = int(cure.split("--max_train_steps ")[1].split()[0])
+    assert plan_experts(options, A14B, enough)[0].num_steps == 1
+    with pytest.raises(UsageError, match="would get none"):
+        plan_experts(options, A14B, enough - 1)
+
+
 @pytest.mark.parametrize("name", profiles.model_names())
 def test_every_models_own_timestep_flags_are_sound_documented_and_feed_each_expert(name):
     model = profiles.model(name)

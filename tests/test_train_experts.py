@@ -173,6 +173,34 @@ def test_the_plan_of_a_run_that_goes_on_with_other_shares_counts_what_is_done(ti
     assert "of the drawn ones, 3 of 5 steps" in caplog.text
 
 
+def test_other_shares_are_other_lengths_where_the_schedule_does_not_depend_on_them(tiny_run, high, tmp_path):
+    options = both(tiny_run, high, tmp_path / "a", high_noise_share=0.5, max_train_steps=4)
+    train.run(options)
+    train.run(replace(options, high_noise_share=0.6, max_train_steps=6))
+    whole = both(tiny_run, high, tmp_path / "b", high_noise_share=0.6, max_train_steps=6)
+    train.run(whole)
+    for name in ("lora_high_noise.safetensors", "lora_low_noise.safetensors"):
+        one, other = load_file(tmp_path / "a" / name), load_file(tmp_path / "b" / name)
+        assert all(torch.equal(one[key], other[key]) for key in one)
+    train.run(replace(options, output_dir=tmp_path / "c", lr_scheduler="cosine"))
+    with pytest.raises(UsageError, match="high_noise_share"):
+        train.run(replace(options, output_dir=tmp_path / "c", lr_scheduler="cosine", high_noise_share=0.6))
+
+
+def test_loras_that_are_saved_before_an_experts_first_turn_are_announced(tiny_run, high, tmp_path, caplog):
+    options = both(tiny_run, high, tmp_path / "a", high_noise_share=0.5, max_train_steps=8, expert_turn_steps=4)
+    train.run(replace(options, save_every_n_steps=3))
+    words = "the LoRAs that are saved at step 3 come before the low-noise expert's first turn, and its own is untrained"
+    assert f"{words}: give --expert_turn_steps 1, or save less often" in caplog.text
+    untrained = load_file(tmp_path / "a/lora_low_noise-step00000003.safetensors")
+    assert not any(value.any() for name, value in untrained.items() if "lora_B" in name)
+    for folder, changes in (("b", {"expert_turn_steps": 1}), ("c", {"save_every_n_steps": 5})):
+        caplog.clear()
+        given = {"save_every_n_steps": 3, **changes, "output_dir": tmp_path / folder}
+        train.run(replace(options, **given))
+        assert "first turn" not in caplog.text
+
+
 @pytest.mark.parametrize(
     ("changes", "words"),
     [

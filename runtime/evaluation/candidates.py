@@ -69,7 +69,7 @@ def _of_run(folder: Path, *, experts: bool) -> list[Candidate]:
     whole = {name: pair for name, pair in pairs.items() if set(EXPERTS) <= set(pair)}
     alone = [one for name, pair in pairs.items() if name not in whole for one in pair.values()]
     if not whole and len({one.expert for one in alone}) == 1:
-        return [_of_one(one.path.stem, one.step, one.path, one.expert or LOW_NOISE) for one in alone]
+        return [_of_one(one.path.stem, one.run_step, one.path, one.expert or LOW_NOISE) for one in alone]
     if not whole:
         raise WangenError(f"{FLAG}: none of these LoRAs of two experts belong together", where=str(folder),
                           cure="name files with --lora_weight and --lora_weight_high_noise")  # fmt: skip
@@ -92,9 +92,11 @@ def _expert_of(file: Path) -> str:
 
 
 def _of_pair(name: str, pair: Mapping[str, Checkpoint]) -> Candidate:
-    """Both experts' LoRAs of one moment."""
-    steps = [one.step for one in pair.values() if one.step is not None]
-    return Candidate(name, sum(steps) if steps else None, pair[LOW_NOISE].path, pair[HIGH_NOISE].path)
+    """Both experts' LoRAs of one moment; of their best, which may be of two, the step of the later one."""
+    low, high = pair[LOW_NOISE], pair[HIGH_NOISE]
+    steps = tuple(one.run_step for one in (high, low) if one.run_step is not None)
+    known = len(steps) == len(pair)
+    return Candidate(name, max(steps) if known else None, low.path, high.path, steps if known else ())
 
 
 def _identity(path: Path) -> str:

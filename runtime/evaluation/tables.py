@@ -18,15 +18,17 @@ class Candidate:
 
     Attributes:
         name: short and unique.
-        step: optimizer steps, None when nothing says it.
+        step: optimizer steps, of two experts those of their run, and of the later file; None when nothing says it.
         file: its LoRA; of two experts the low-noise one, None where the other alone has one.
         file_high_noise: the high-noise expert's; None for models with one transformer, and where it has none.
+        file_steps: of two experts' files each one's step, the high-noise one's first; empty of one file.
     """
 
     name: str
     step: int | None
     file: Path | None
     file_high_noise: Path | None = None
+    file_steps: tuple[int, ...] = ()
 
     @property
     def files(self) -> tuple[Path, ...]:
@@ -111,6 +113,7 @@ def ranking(
                 rank=rank,
                 step=candidate.step,
                 file_high_noise=told_path(candidate.file_high_noise, folder) if candidate.file_high_noise else "",
+                file_steps=candidate.file_steps,
             )
         )
     return made

@@ -123,14 +123,14 @@ def status_of(run: RunFiles, now_s: float) -> Status:
     written_s, reported_s = time_s(run.folder / METRICS), time_s(run.folder / TRAIN_REPORT)
     if reported_s >= written_s and "train" in run.reports:
         if run.reports["train"].get("ok"):
-            return Status("finished", f"Finished: {run.last_step} steps.")
+            return Status("finished", f"Finished: {run.num_steps} steps.")
         return Status("stopped", f"Failed: {run.reports['train'].get('summary', '')}")
     if not run.records:
         return Status("waiting", "Nothing has been trained yet.")
     if not run.wrote_last and any(lora.what == "finished" for lora in run.loras):
-        return Status("finished", f"Finished: {run.last_step} steps.")
+        return Status("finished", f"Finished: {run.num_steps} steps.")
     held = _is_held(run.folder / lock.RUN_LOCK)
-    age_s, step = now_s - written_s, f"Step {run.last_step}"
+    age_s, step = now_s - written_s, f"Step {run.num_steps}"
     if held is False:
         return Status("stopped", f"{step}: it stopped before its end. Run the same line again to go on.")
     if age_s > max(QUIET_S, QUIET_STEPS * _seconds_per_step(run)):
@@ -173,5 +173,5 @@ def run(options: Watch) -> Report:
         log.info("  on this machine only, and only with this address; Ctrl-C ends it")
         with suppress(KeyboardInterrupt):
             server.serve_forever(poll_interval=0.2)
-    steps = many(shown.run.last_step, "step")
+    steps = many(shown.run.num_steps, "step")
     return Report(folder=None, summary=f"ended; {shown.run.name} has {steps}")

@@ -1,6 +1,7 @@
 """Reading `metrics.jsonl` while it may be written: whole lines only, and of a file that grows only what is new."""
 
 import json
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -64,6 +65,21 @@ class MetricsLog:
             self.records.append(record)
         else:
             self.num_malformed += 1
+
+
+def num_steps(records: Iterable[Record]) -> int:
+    """The optimizer steps of a run: of experts that were trained one after the other, those of both together.
+
+    Such experts' lines have names of their own.
+
+    >>> num_steps([{"step": 3, "output_name": "cats_low_noise"}, {"step": 2, "output_name": "cats_high_noise"}])
+    5
+    """
+    last: dict[str, int] = {}
+    for record in records:
+        name = str(record.get("output_name", ""))
+        last[name] = max(record["step"], last.get(name, 0))
+    return sum(last.values())
 
 
 def run_of(record: Record, otherwise: str) -> str:

@@ -15,7 +15,7 @@ from wangen.generator.run_folder import METRICS, SAMPLE_LIST, SAMPLES
 from wangen.runtime.evaluation_file import FILE as EVALUATION
 from wangen.runtime.evaluation_file import Checkpoint, Evaluation, read_evaluation
 from wangen.runtime.lora_folder import AVERAGE, BEST, KEPT, LAYOUTS
-from wangen.runtime.report.metrics_log import MetricsLog, Record, run_of
+from wangen.runtime.report.metrics_log import MetricsLog, Record, num_steps, run_of
 from wangen.runtime.report.step_reports import mapping, reports_of
 
 DATASET_FLAGS = ("dataset_config", "manifest")
@@ -165,10 +165,9 @@ class RunFiles:
         return next(filter(None, [*headers, self.told("task")]), "")
 
     @property
-    def last_step(self) -> int:
-        """The last step that is known of."""
-        steps: list[int] = [record["step"] for record in self.records] or [lora.step or 0 for lora in self.loras]
-        return max(steps, default=0)
+    def num_steps(self) -> int:
+        """Optimizer steps that are known of."""
+        return num_steps(self.records) or max((lora.step or 0 for lora in self.loras), default=0)
 
     def inside(self, name: str) -> Path | None:
         """A picture or video that a file of the run names; None of one that is not there or not inside the folder."""

@@ -16,7 +16,7 @@ from wangen.generator.resolutions import resolution_name
 from wangen.generator.run_folder import METRICS
 from wangen.generator.session import report_files
 from wangen.generator.tomls import read_dataset
-from wangen.runtime.report.metrics_log import MetricsLog, Record, run_of
+from wangen.runtime.report.metrics_log import MetricsLog, Record, num_steps, run_of
 from wangen.runtime.report.step_reports import mapping
 
 SHOWN = (
@@ -115,7 +115,7 @@ def _rates(records: Sequence[Record]) -> dict[str, str]:
     seconds = [record["s_per_step"] for record in timed]
     peak = max((record["peak_memory_bytes"] for record in records if _numbers(record, "peak_memory_bytes")), default=0)
     rows = {
-        "steps": str(max((record["step"] for record in records), default=0)),
+        "steps": str(num_steps(records)),
         "s/step": f"{median(seconds):.4g} ({_spread(seconds)})" if seconds else "",
         "tokens/step": f"{median(tokens):.0f} ({_spread(tokens)})" if tokens else "",
     }

@@ -91,7 +91,7 @@ def plan_numbers(run: RunFiles) -> list[tuple[str, str]]:
     found = {
         "task": run.task,
         "samples trained on": inputs.get("samples"),
-        "steps": run.last_step or counts.get("steps"),
+        "steps": run.num_steps or counts.get("steps"),
         "steps in an epoch": steps_of_epoch(headers),
         "loss at the first and the last step": _losses_in_words(run),
         "time of the steps": _if_number(speed.get("seconds"), duration_text),

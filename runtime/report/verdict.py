@@ -83,17 +83,14 @@ def _by_evaluation(found: Evaluation) -> Verdict:
 
 def _as_it_is_now(verdict: Verdict, run: RunFiles, found: Evaluation) -> Verdict:
     """The verdict of an evaluation after which training may have gone on, and written the best LoRA anew."""
-    steps = {lora.file.name: lora.step for lora in run.loras if not lora.expert and lora.step is not None}
     best, judged = found.winner, [one.step for one in found.checkpoints if one.step is not None]
-    now = next((steps[name] for name in file_names(best) if name in steps), best.step)
-    if len(file_names(best)) > 1:  # the step of two experts is that of both together
-        own = {lora.file.name: lora.metadata.get("ss_steps", "") for lora in run.loras}
-        told = [own.get(name, "") for name in file_names(best)]
-        now = sum(map(int, told)) if all(map(str.isdecimal, told)) else best.step
-    if best.step is not None and now != best.step:
-        headline = f"{best.name} was judged at step {best.step} and is of step {now} now: run wangen evaluate again."
-        return replace(verdict, level="unsure", headline=headline, use=())
-    last = max(steps.values(), default=0)
+    files, now_of = file_names(best), {lora.file.name: lora.step for lora in run.loras}
+    for name, step in zip(files, best.file_steps or (best.step,) * len(files), strict=False):
+        now = now_of.get(name)
+        if None not in (step, now) and step != now:
+            headline = f"{best.name} was judged at step {step} and is of step {now} now: run wangen evaluate again."
+            return replace(verdict, level="unsure", headline=headline, use=())
+    last = max((lora.step or 0 for lora in run.loras), default=0)
     if judged and last > max(judged):
         on = f"training went on to step {last} since: what came after step {max(judged)} was not judged"
         return replace(verdict, against=(on, *verdict.against))

@@ -3,6 +3,7 @@
 import logging
 import math
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from wangen.generator.errors import UsageError, write_cure
 from wangen.generator.experts import ORDER, choose_boundary, expect_two_experts, lora_of_the_other, seem_swapped
 from wangen.generator.formats import Header
 from wangen.generator.generate_step import DEFAULT_SEED
+from wangen.generator.headers import read_header
 from wangen.generator.kinds import expect
 from wangen.generator.lora_config import lora_file
 from wangen.generator.sample_prompts import MAX_SEED, SamplePrompt, defaults_of, make_prompt, read_prompts
@@ -24,10 +26,11 @@ from wangen.runtime.adapters import is_dora, read_adapter
 from wangen.runtime.devices import DTYPES, choose_dtype, require_compiler
 from wangen.runtime.fast.attention import choose_kernel
 from wangen.runtime.lora import nothing_matches, require_size
-from wangen.runtime.lora_folder import find_lora, has_lora
+from wangen.runtime.lora_folder import find_lora, has_lora, require_one_run
 from wangen.runtime.memory.blocks import in_a_block
 from wangen.runtime.models import require_tile
 from wangen.runtime.sampling.scenes import Encoders
+from wangen.runtime.trained_on import fingerprints
 from wangen.runtime.training.adapter_config import changeable_weights
 
 log = logging.getLogger("wangen")
@@ -62,23 +65,12 @@ def resolved(options: Generate, model: Model, device: torch.device) -> Generate:
     """
     _refuse_numbers(options, model)
     _refuse_parts(options, model)
-    expert = "low_noise" if model.experts else ""
-    multipliers = options.lora_multiplier or (1.0,) * len(options.lora_weight)
-    high_noise, high_multipliers = options.lora_weight_high_noise, options.lora_multiplier_high_noise
-    if options.dit_high_noise and not high_noise:  # a run's folder has a LoRA of each
-        found = [pair for pair in zip(options.lora_weight, multipliers, strict=True) if has_lora(pair[0], "high_noise")]
-        high_noise, high_multipliers = tuple(path for path, _ in found), tuple(number for _, number in found)
     dtype, kernel = choose_dtype(options.dtype, device), options.attention or "auto"
     changes: dict[str, Any] = {
         "task": model.name,
         "seed": DEFAULT_SEED if options.seed is None else options.seed,
         "timestep_boundary": choose_boundary(options.timestep_boundary, model),
-        "lora_weight": tuple(find_lora(path, "--lora_weight", expert) for path in options.lora_weight),
-        "lora_multiplier": multipliers,
-        "lora_weight_high_noise": tuple(
-            find_lora(path, "--lora_weight_high_noise", "high_noise") for path in high_noise
-        ),
-        "lora_multiplier_high_noise": high_multipliers or (1.0,) * len(high_noise),
+        **_loras(options, model),
         "attention": kernel if options.plain else _kernel(kernel, device, dtype),
         "dtype": dtype,
         "t5_dtype": choose_dtype(options.t5_dtype, device),
@@ -92,6 +84,31 @@ def resolved(options: Generate, model: Model, device: torch.device) -> Generate:
     options = replace(options, **changes)
     _refuse_beside_plain(options, model)
     return options
+
+
+def _loras(options: Generate, model: Model) -> dict[str, Any]:
+    """The flags of the LoRAs with files in place of runs' folders, and a strength for each.
+
+    Raises:
+        WangenError: a folder has no LoRA that fits, or only those of several runs.
+    """
+    expert = "low_noise" if model.experts else ""
+    given, multipliers = options.lora_weight, options.lora_multiplier or (1.0,) * len(options.lora_weight)
+    high_noise, high_multipliers = options.lora_weight_high_noise, options.lora_multiplier_high_noise
+    if options.dit_high_noise and not high_noise:  # a run's folder has a LoRA of each
+        found = [pair for pair in zip(given, multipliers, strict=True) if has_lora(pair[0], "high_noise")]
+        high_noise, high_multipliers = tuple(path for path, _ in found), tuple(number for _, number in found)
+    loras = tuple(find_lora(path, "--lora_weight", expert) for path in given)
+    high_loras = tuple(find_lora(path, "--lora_weight_high_noise", "high_noise") for path in high_noise)
+    for path in given:
+        if path in high_noise:
+            require_one_run(path, loras + high_loras)
+    return {
+        "lora_weight": loras,
+        "lora_multiplier": multipliers,
+        "lora_weight_high_noise": high_loras,
+        "lora_multiplier_high_noise": high_multipliers or (1.0,) * len(high_noise),
+    }
 
 
 def _kernel(name: str, device: torch.device, dtype: str) -> str:
@@ -222,6 +239,21 @@ def require_files(options: Generate, model: Model, encoders: Encoders | None) ->
         expect_two_experts(options.dit, options.dit_high_noise)
         if seem_swapped(options.dit, options.dit_high_noise):
             log.warning("  the names of --dit and --dit_high_noise say the other expert: %s", ORDER)
+        for line in _other_boundaries(options):
+            log.warning("  %s", line)
+
+
+def _other_boundaries(options: Generate) -> list[str]:
+    """A sentence for each other boundary between the experts that LoRAs say they were trained with."""
+    used, trained = options.timestep_boundary, dict[float, Path]()
+    for path in (*options.lora_weight, *options.lora_weight_high_noise):
+        told = fingerprints(read_header(lora_file(path)).metadata)
+        with suppress(KeyError, ValueError, IndexError):  # somebody else's
+            trained.setdefault(float(told[-1]["timestep_boundary"]), path)
+    return [
+        f"{path} was trained with --timestep_boundary {boundary:g}, and is used with {used:g}: the noise levels "
+        "between are the other expert's here" for boundary, path in trained.items() if boundary != used
+    ]  # fmt: skip
 
 
 def _refuse_blocks(options: Generate, transformer: Header) -> None:

@@ -9,7 +9,7 @@ from wangen.generator.memory import PLAIN_MEMORY, memory_of
 from wangen.generator.steps import Train
 from wangen.runtime.adapter_layers import parts_of
 from wangen.runtime.loader import cache_use
-from wangen.runtime.training.plan import ExpertPlan
+from wangen.runtime.training.plan import ExpertPlan, Plan
 from wangen.runtime.training.run import Run
 from wangen.runtime.training.schedules import unfinished_warm_up
 from wangen.runtime.training.timesteps import left_to_the_other, starving
@@ -39,10 +39,8 @@ def announce(training: Run) -> None:
             _announce_range(options, trainee.plan, max(trainee.plan.num_steps, trainee.step), training.num_steps)
         if line := unfinished_warm_up(options, trainee.plan.num_steps):
             log.warning("    %s", line)
-    if len(plan.experts) > 1:
-        shares = {expert.name: expert.num_steps / plan.num_steps for expert in plan.experts}
-        for line in starving(options, plan.model, shares):
-            log.warning("  %s", line)
+    for line in _of_two_experts(plan):
+        log.warning("  %s", line)
     if options.prior_loss_weight != 1 and not any(cached.sample.entry.is_reg for cached in plan.samples):
         log.warning("  --prior_loss_weight %g is not used: no dataset says is_reg = true", options.prior_loss_weight)
     given = options.condition_frames or 0
@@ -73,6 +71,22 @@ def announce(training: Run) -> None:
     resuming = f", resuming at {training.step}" if training.step else ""
     log.info("  %s, %s per epoch, %d steps in all%s", many(len(plan.samples), "sample"),
              many(plan.steps_per_epoch, "step"), training.num_steps, resuming)  # fmt: skip
+
+
+def _of_two_experts(plan: Plan) -> list[str]:
+    """What to warn of where two experts are trained: one that starves, LoRAs that are saved before one's first turn."""
+    if len(plan.experts) == 1:
+        return []
+    options, shares = plan.options, {expert.name: expert.num_steps / plan.num_steps for expert in plan.experts}
+    lines = starving(options, plan.model, shares)
+    every = [options.save_every_n_steps or 0, (options.save_every_n_epochs or 0) * plan.steps_per_epoch]
+    first = min(filter(None, every), default=plan.num_steps)
+    for name in plan.untrained_at(first) if first < plan.num_steps else ():
+        cure = f"give --expert_turn_steps {first // 2}, or save less often" if first > 1 else "save less often"
+        expert = f"the {name.replace('_', '-')} expert"
+        lines.append(f"the LoRAs that are saved at step {first} come before {expert}'s first turn, and its own is "
+                     f"untrained: {cure}")  # fmt: skip
+    return lines
 
 
 def _announce_range(options: Train, expert: ExpertPlan, own_steps: int, num_steps: int) -> None:

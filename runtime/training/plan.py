@@ -43,8 +43,7 @@ LEARNS_THE_SAME = {"save_precision", "lora_layout", "checkpointing", "gradient_c
 SIZES_OF_ADAPTERS = {"network_dim", "network_alpha"}
 """Pinned flags that mean nothing where no adapter is trained."""
 SHARE = "high_noise_share"
-"""A pinned flag that means nothing where one transformer is trained."""
-
+"""A pinned flag that decides no more than lengths where the schedule does not depend on them."""
 
 MAX_STEPS = 10_000_000
 """Months of them; the plan has a number for each."""
@@ -189,6 +188,11 @@ class Plan:
             return whole[sum(done) :]
         return self._turns(list(done))  # the run got another length since
 
+    def untrained_at(self, step: int) -> list[str]:
+        """The experts whose first turn begins after a step of the run."""
+        order = self._turns([0] * len(self.experts))[:step]
+        return [expert.name for number, expert in enumerate(self.experts) if number not in order]
+
     def _turns(self, done: list[int]) -> list[int]:
         order: list[int] = []
         ends = [expert.num_steps for expert in self.experts]
@@ -280,18 +284,8 @@ def plan_experts(
     steps = {HIGH: steps_high if both else num_steps, LOW: num_steps - steps_high if both else num_steps}
     if both and not all(steps.values()):
         starved = HIGH if steps[LOW] else LOW
-        more = "--high_noise_share, for example 0.5, or another --timestep_sampling"
-        if natural[starved] < LEAST_SHARE:  # then no share of the steps would help
-            more = more_draws(options, *ranges[starved])
-        elif num_steps == 1:
-            more = "--max_train_steps 2 or more"
-        elif options.high_noise_share is not None:
-            more = "--high_noise_share 0.5, or more steps"
-        raise UsageError(
-            f"of {many(num_steps, 'step')} the {starved.replace('_', '-')} expert would get none "
-            f"({natural[starved]:.2%} of the timesteps are its own)",
-            cure=f"give {more}, or train the other one alone with --experts",
-        )
+        share = share_high if starved == HIGH else 1 - share_high
+        raise _starved(options, starved, share, natural[starved], ranges[starved], num_steps)
     files = {HIGH: options.dit_high_noise, LOW: options.dit}
     starts = {HIGH: options.network_weights_high_noise, LOW: options.network_weights}
     wanted = [name for name in (HIGH, LOW) if both or name.startswith(options.experts)]
@@ -301,6 +295,34 @@ def plan_experts(
         assert dit is not None, name
         experts.append(ExpertPlan(name, dit, starts[name], *ranges[name], natural[name], steps[name]))
     return tuple(experts)
+
+
+def _starved(
+    options: Train, expert: str, share: float, natural: float, sigmas: tuple[float, float], num_steps: int
+) -> UsageError:
+    """What is said to an expert that would get no step: why, and what gives it one.
+
+    Args:
+        options: the flags, resolved.
+        expert: its name.
+        share: of the steps, its own.
+        natural: share of the drawn timesteps that are its own.
+        sigmas: its lowest and highest.
+        num_steps: of both experts.
+    """
+    why = f"{natural:.2%} of the timesteps are its own"
+    if natural < LEAST_SHARE:  # then no share of the steps would help
+        ways = more_draws(options, *sigmas)
+    else:
+        found = ["--high_noise_share 0.5"] if num_steps > 1 else []
+        found.append(f"--max_train_steps {math.floor(0.5 / share) + 1} or more")
+        if options.high_noise_share is None:
+            found.append("another --timestep_sampling")
+        else:
+            why = f"--high_noise_share {options.high_noise_share:g} leaves it {share:.2%} of them"
+        ways = ", ".join(found)
+    return UsageError(f"of {many(num_steps, 'step')} the {expert.replace('_', '-')} expert would get none ({why})",
+                      cure=f"give {ways}, or train the other one alone with --experts")  # fmt: skip
 
 
 def _fingerprint(options: Train, samples: Sequence[CachedSample], experts: Sequence[ExpertPlan]) -> dict[str, Any]:
@@ -313,12 +335,17 @@ def _fingerprint(options: Train, samples: Sequence[CachedSample], experts: Seque
     if options.num_timestep_buckets:
         found["strata"] = "counted over the run"  # once over each epoch
     found["base_weights"] = [lora_identity(path) for path in options.base_weights]
-    if len(experts) == 1:
+    if not reads_share(options, len(experts)):
         found[SHARE] = str(None)
     for expert in experts:
         found[f"dit{expert.suffix}"] = headers.identity(expert.dit, expert.flag)
         found[f"network_weights{expert.suffix}"] = lora_identity(expert.start) if expert.start else ""
     return found
+
+
+def reads_share(options: Train, num_experts: int) -> bool:
+    """Whether what is learned depends on `--high_noise_share`, beyond how many steps each expert gets."""
+    return num_experts > 1 and depends_on_length(options)
 
 
 def dataset_digest(samples: Sequence[CachedSample]) -> str:

@@ -26,7 +26,7 @@ from wangen.generator.tasks import require_supported
 from wangen.generator.train_refusals import refuse_flags, refuse_more_blocks
 from wangen.generator.unread_flags import unread
 from wangen.runtime.devices import require_compiler
-from wangen.runtime.lora_folder import find_lora, written_by
+from wangen.runtime.lora_folder import find_lora, require_one_run, written_by
 from wangen.runtime.models import expect_vae
 from wangen.runtime.training.adapter_refusals import require_adapter, trained_transformers
 from wangen.runtime.training.optim import try_out
@@ -96,6 +96,8 @@ def _with_loras_found(options: Train, model: profiles.Model) -> Train:
         if path and (not expert or expert in trained):
             _refuse_own(options, path, f"--{name}", stems)
             found[name] = find_lora(path, f"--{name}", f"{expert}_noise" if expert else "")
+    if options.network_weights and options.network_weights == options.network_weights_high_noise:
+        require_one_run(options.network_weights, found.values())
     for path in options.base_weights:
         _refuse_own(options, path, "--base_weights", stems)
     base_weights = tuple(find_lora(path, "--base_weights", only) for path in options.base_weights)

@@ -35,7 +35,7 @@ from wangen.runtime.training.facts import (
     VALIDATION,
     VALIDATION_BASE,
 )
-from wangen.runtime.training.plan import SHARE, SIZES_OF_ADAPTERS, Plan, dataset_aspects
+from wangen.runtime.training.plan import SHARE, SIZES_OF_ADAPTERS, Plan, dataset_aspects, reads_share
 from wangen.runtime.training.timesteps import HIGH, LOW
 
 log = logging.getLogger("wangen")
@@ -139,7 +139,7 @@ def changed_settings(plan: Plan, state: TrainingState) -> dict[str, str]:
     names = {*state.fingerprint, *new}
     if plan.options.train_mode == "full":  # states of earlier versions have them
         names -= SIZES_OF_ADAPTERS
-    if len(plan.experts) == 1:  # states of earlier versions tell it though there is nothing to share
+    if not reads_share(plan.options, len(plan.experts)):  # states of earlier versions tell it nevertheless
         names.discard(SHARE)
     found = {
         name: _difference(name, old.get(name), new.get(name))

@@ -55,8 +55,8 @@ def training_scenes(model: Model, prompts: Sequence[SamplePrompt], options: Trai
     encoders = Encoders.of(options)
     encoders.require(model)
     if model.experts and options.experts != "both":
-        log.warning("  samples are made by the %s-noise expert alone, all the way: look at shapes and motion (high) or "
-                    "details (low) only", options.experts)  # fmt: skip
+        log.warning("  samples are made by the %s-noise expert alone, all the way: look at %s only", options.experts,
+                    "shapes and motion" if options.experts == "high" else "details")  # fmt: skip
     return make_scenes(family(model), model, prompts, encoders, device, "the prompts of the samples")
 
 

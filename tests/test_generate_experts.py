@@ -1,0 +1,88 @@
+"""`generate` with the LoRAs of two experts: which a run's folder means, and what is said of those that do not fit."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from parity import DIT
+from safetensors.torch import load_file, save_file
+from test_generate import options_for
+
+from wangen import profiles
+from wangen.generator.errors import WangenError
+from wangen.runtime import generate, train
+from wangen.runtime.sampling.options import resolved
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(scope="module")
+def lora(tiny_run, tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("lora")
+    train.run(tiny_run.options(folder, max_train_steps=1))
+    return folder / "lora.safetensors"
+
+
+@pytest.fixture
+def far_enough(monkeypatch):
+    """Nothing is sampled: what is said before is all that counts."""
+
+    def stop(*_words):
+        raise WangenError("far enough")
+
+    monkeypatch.setattr(generate, "make_scenes", stop)
+
+
+def test_a_runs_folder_gives_each_expert_its_lora(tiny_run, lora, tmp_path):
+    both, low = tmp_path / "both", tmp_path / "low"
+    for file in (both / "a_low_noise", both / "a_high_noise", low / "b_low_noise"):
+        file.parent.mkdir(exist_ok=True)
+        save_file(load_file(lora), file.with_suffix(".safetensors"))
+    given = options_for(tiny_run, Path("a.mp4"), task="t2v-A14B", dit_high_noise=DIT, lora_weight=(low, both),
+                        lora_multiplier=(0.5, 0.75))  # fmt: skip
+    found = resolved(given, profiles.model("t2v-A14B"), CPU)
+    assert [path.stem for path in found.lora_weight] == ["b_low_noise", "a_low_noise"]
+    assert [path.stem for path in found.lora_weight_high_noise] == ["a_high_noise"]
+    assert found.lora_multiplier_high_noise == (0.75,)
+    told = resolved(replace(given, lora_weight_high_noise=(lora,)), profiles.model("t2v-A14B"), CPU)
+    assert (told.lora_weight_high_noise, told.lora_multiplier_high_noise) == ((lora,), (1.0,))
+    save_file(load_file(lora), both / "b_low_noise.safetensors")
+    (both / "train.report.json").write_text('{"result": {"loras": ["b_low_noise.safetensors"]}}')
+    with pytest.raises(WangenError, match=r"would be of two runs: a_high_noise.*and b_low_noise"):
+        resolved(given, profiles.model("t2v-A14B"), CPU)
+
+
+@pytest.mark.usefixtures("far_enough")
+def test_a_lora_of_the_other_expert_is_said(tiny_run, lora, tmp_path, caplog):
+    for name, own, told in (
+        ("a", "high_noise", "was trained for the high"), ("b_high_noise", None, "is by its name for the high"),
+        ("c_high_noise", "low_noise", ""),
+    ):  # fmt: skip
+        caplog.clear()
+        save_file(load_file(lora), file := tmp_path / f"{name}.safetensors", {"wangen.expert": own} if own else None)
+        with pytest.raises(WangenError, match="far enough"):
+            generate.run(options_for(tiny_run, tmp_path / "a.mp4", lora_weight=(file,)))
+        assert (told in caplog.text, "high-noise expert" in caplog.text) == (True, bool(told))
+
+
+@pytest.mark.usefixtures("far_enough")
+def test_another_boundary_than_that_of_the_training_is_said(tiny_run, lora, tmp_path, caplog):
+    high = tmp_path / "high_noise.safetensors"
+    save_file({name: value / 2 for name, value in load_file(DIT).items()}, high)
+    for number, text in enumerate(("0.9", "0.875", "None")):
+        told = {"wangen.fingerprint": json.dumps({"timestep_boundary": text})}
+        save_file(load_file(lora), tmp_path / f"{number}.safetensors", told)
+    loras = tuple(tmp_path / f"{number}.safetensors" for number in (0, 1, 2, 0))
+    given = options_for(tiny_run, tmp_path / "a.mp4", task="t2v-A14B", dit_high_noise=high, lora_weight=loras)
+    for changes, times in (({}, 1), ({"timestep_boundary": 900.0}, 1), ({"lora_weight": loras[:1]}, 1),
+                           ({"lora_weight": loras[1:3]}, 0)):  # fmt: skip
+        caplog.clear()
+        with pytest.raises(WangenError, match="far enough"):
+            generate.run(replace(given, **changes))
+        assert caplog.text.count("was trained with --timestep_boundary") == times
+    caplog.clear()
+    with pytest.raises(WangenError, match="far enough"):
+        generate.run(given)
+    assert "0.safetensors was trained with --timestep_boundary 0.9, and is used with 0.875" in caplog.text
