@@ -111,7 +111,9 @@ class Train(DatasetStep):
         "start from this adapter (ComfyUI, kohya, diffusers or peft layout), or a run's folder: its best or last",
         None, names=("lora_weights",),
     )  # fmt: skip
-    network_weights_high_noise: Path | None = flag("the high-noise expert starts from this adapter", None)
+    network_weights_high_noise: Path | None = flag(
+        "the high-noise expert starts from this adapter (default: its own in a folder of --network_weights)", None
+    )
     dim_from_weights: bool = flag("take rank and alpha from --network_weights", False, pinned=True)
     base_weights: tuple[Path, ...] = flag("LoRAs that are merged into the frozen base before training", ())
     base_weights_multiplier: tuple[float, ...] = flag("strength of each of them (default: 1)", (), pinned=True)

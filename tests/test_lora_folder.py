@@ -153,6 +153,11 @@ def test_the_loras_of_two_experts_are_of_one_run_where_a_run_has_both(folder):
     weights = {"task": MODEL.name, "dit": Path("low"), "dit_high_noise": Path("high"), "output_name": "lora"}
     options = resolved(Train(**weights, **start), MODEL, None)
     assert options.network_weights_high_noise == found[0]
+    assert resolved(replace(options, network_weights=made, network_weights_high_noise=None), MODEL, None) == options
+    alone = resolved(
+        replace(options, network_weights=made, network_weights_high_noise=None, experts="low"), MODEL, None
+    )
+    assert alone.network_weights_high_noise is None
     folder("cats_low_noise")
     with pytest.raises(WangenError, match="would be of two runs"):
         resolved(Train(**weights, **start), MODEL, None)

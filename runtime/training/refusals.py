@@ -26,7 +26,7 @@ from wangen.generator.tasks import require_supported
 from wangen.generator.train_refusals import refuse_flags, refuse_more_blocks
 from wangen.generator.unread_flags import unread
 from wangen.runtime.devices import require_compiler
-from wangen.runtime.lora_folder import find_lora, require_one_run, written_by
+from wangen.runtime.lora_folder import find_lora, has_lora, require_one_run, written_by
 from wangen.runtime.models import expect_vae
 from wangen.runtime.training.adapter_refusals import require_adapter, trained_transformers
 from wangen.runtime.training.optim import try_out
@@ -89,6 +89,9 @@ def _with_loras_found(options: Train, model: profiles.Model) -> Train:
     starts = {"network_weights_high_noise": "high", "network_weights": "low"} if model.experts else {
         "network_weights": ""
     }  # fmt: skip
+    start = options.network_weights if model.experts and options.experts == "both" else None
+    if start and options.network_weights_high_noise is None and has_lora(start, "high_noise"):
+        options = replace(options, network_weights_high_noise=start)  # a run's folder has a LoRA of each
     stems = [f"{options.output_name}_{expert}_noise" for expert in trained] if model.experts else [options.output_name]
     found: dict[str, Any] = {}
     for name, expert in starts.items():
