@@ -6,7 +6,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from parity import DIT
 from safetensors.torch import load_file, save_file
 from test_generate import options_for
 
@@ -14,6 +13,7 @@ from wangen import profiles
 from wangen.generator.errors import WangenError
 from wangen.runtime import generate, train
 from wangen.runtime.sampling.options import resolved
+from wangen.runtime.sampling.sampler import Sampler
 
 CPU = torch.device("cpu")
 
@@ -23,6 +23,14 @@ def lora(tiny_run, tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("lora")
     train.run(tiny_run.options(folder, max_train_steps=1))
     return folder / "lora.safetensors"
+
+
+@pytest.fixture
+def high(tiny_run, tmp_path) -> Path:
+    """The other expert's weights: those of the first, halved."""
+    path = tmp_path / "high_noise.safetensors"
+    save_file({name: value / 2 for name, value in load_file(tiny_run.weights["dit"]).items()}, path)
+    return path
 
 
 @pytest.fixture
@@ -40,7 +48,7 @@ def test_a_runs_folder_gives_each_expert_its_lora(tiny_run, lora, tmp_path):
     for file in (both / "a_low_noise", both / "a_high_noise", low / "b_low_noise"):
         file.parent.mkdir(exist_ok=True)
         save_file(load_file(lora), file.with_suffix(".safetensors"))
-    given = options_for(tiny_run, Path("a.mp4"), task="t2v-A14B", dit_high_noise=DIT, lora_weight=(low, both),
+    given = options_for(tiny_run, Path("a.mp4"), task="t2v-A14B", dit_high_noise=Path("high"), lora_weight=(low, both),
                         lora_multiplier=(0.5, 0.75))  # fmt: skip
     found = resolved(given, profiles.model("t2v-A14B"), CPU)
     assert [path.stem for path in found.lora_weight] == ["b_low_noise", "a_low_noise"]
@@ -68,9 +76,39 @@ def test_a_lora_of_the_other_expert_is_said(tiny_run, lora, tmp_path, caplog):
 
 
 @pytest.mark.usefixtures("far_enough")
-def test_another_boundary_than_that_of_the_training_is_said(tiny_run, lora, tmp_path, caplog):
-    high = tmp_path / "high_noise.safetensors"
-    save_file({name: value / 2 for name, value in load_file(DIT).items()}, high)
+def test_one_expert_given_twice_is_refused_and_names_that_are_swapped_are_said(tiny_run, high, tmp_path, caplog):
+    dit = tiny_run.weights["dit"]
+    given = options_for(tiny_run, tmp_path / "a.mp4", task="t2v-A14B", dit_high_noise=dit)
+    with pytest.raises(WangenError, match=r"the same weights as .*, given to both experts"):
+        generate.run(given)
+    low = tmp_path / "low_noise.safetensors"
+    save_file(load_file(dit), low)
+    for one, other, swapped in ((low, high, False), (high, low, True), (dit, low, False)):
+        caplog.clear()
+        with pytest.raises(WangenError, match="far enough" if one != dit else "the same weights"):
+            generate.run(replace(given, dit=one, dit_high_noise=other))
+        assert ("the names of --dit and --dit_high_noise say the other expert" in caplog.text) == swapped
+
+
+def test_transformers_that_take_turns_leave_room_for_the_vae(tiny_run, high, tmp_path, monkeypatch):
+    """Parked are both when the frames are decoded, and neither of a run with one transformer."""
+    parked: list[list[bool]] = []
+    rest = Sampler.rest
+
+    def then_look(sampler):
+        rest(sampler)
+        parked.append([loaded.place.parked for loaded in sampler._loaded])
+
+    monkeypatch.setattr(Sampler, "rest", then_look)
+    picture = {"video_length": 1, "infer_steps": 2}
+    given = options_for(tiny_run, tmp_path / "a.png", **picture)
+    generate.run(given)
+    generate.run(replace(given, task="t2v-A14B", dit_high_noise=high, save_path=tmp_path / "b.png"))
+    assert parked == [[False], [True, True]]
+
+
+@pytest.mark.usefixtures("far_enough")
+def test_another_boundary_than_that_of_the_training_is_said(tiny_run, lora, high, tmp_path, caplog):
     for number, text in enumerate(("0.9", "0.875", "None")):
         told = {"wangen.fingerprint": json.dumps({"timestep_boundary": text})}
         save_file(load_file(lora), tmp_path / f"{number}.safetensors", told)

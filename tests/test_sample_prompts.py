@@ -182,6 +182,12 @@ def test_guidance_that_a_model_has_not_is_answered_with_the_option_that_is_meant
     assert caplog.text == ""
 
 
+def test_a_file_of_notepad_an_indented_comment_and_options_in_capitals_are_read(tmp_path):
+    text = "\ufeffA cat. --W 480 --Ss euler\n   # a dog, later\n\t\n"
+    (found,) = read_prompts(write(tmp_path, "a.txt", text), T2V, 42)
+    assert (found.prompt, found.width, found.sampler) == ("A cat.", 480, "euler")
+
+
 def test_a_line_ends_where_a_line_ends(tmp_path):
     text = "A cat sits\u2028on a\x0b sofa\x85. --f 5\r\nA dog. --f 5\rA cow. --f 5"
     prompts = read_prompts(write(tmp_path, "a.txt", text), T2V, 42)
