@@ -161,3 +161,16 @@ def bytes_text(number: int) -> str:
         if number >= factor:
             return f"{number / factor:.1f} {unit}"
     return f"{number} bytes"
+
+
+def duration_text(seconds: float) -> str:
+    """A time for people.
+
+    >>> duration_text(4.25), duration_text(200), duration_text(7300)
+    ('4.2 s', '3 min 20 s', '2 h 1 min')
+    """
+    if seconds < 60:
+        return f"{seconds:.1f} s"
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes_left = divmod(minutes, 60)
+    return f"{hours} h {minutes_left} min" if hours else f"{minutes} min {rest} s"

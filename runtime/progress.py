@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
+from wangen.generator.errors import duration_text
 from wangen.generator.progress import terminal
 
 if TYPE_CHECKING:
@@ -57,7 +58,8 @@ def _lines(label: str, total: int, done: int) -> Iterator[Advance]:
         if rate.done >= total or now - last >= LINE_EVERY_S:
             last = now
             left_s = (total - rate.done) / rate.per_s if rate.per_s else 0.0
-            parts = (f"{label} {rate.done}/{total}", words, state, f"{left_s:.0f} s left" if rate.done < total else "")
+            left = f"{duration_text(left_s)} left" if rate.done < total else ""
+            parts = (f"{label} {rate.done}/{total}", words, state, left)
             log.info("  %s", "  ".join(filter(None, parts)))
 
     yield advance
@@ -72,8 +74,10 @@ class _Rate:
         self._started = time.monotonic()
 
     def words(self, more: int) -> str:
-        """Count `more`, and say the rate."""
+        """Count `more`, and say the rate; of what takes longer than a second how long."""
         self.done += more
         seconds = time.monotonic() - self._started
         self.per_s = (self.done - self._before) / seconds if seconds > 0 else 0.0
-        return f"{self.per_s:.3g}/s" if self.per_s else ""
+        if not self.per_s:
+            return ""
+        return f"{self.per_s:.3g}/s" if self.per_s >= 1 else f"{1 / self.per_s:.3g} s each"

@@ -60,6 +60,21 @@ def test_a_terminal_that_is_closed_meanwhile_stops_nothing(make, monkeypatch, ca
     assert "working" in stream.getvalue()
 
 
+@pytest.mark.parametrize(
+    ("seconds_each", "rate", "left"), [(8.0, "8 s each", "2 h 13 min left"), (0.25, "4/s", "4 min 10 s left")]
+)
+def test_a_log_says_how_long_one_takes_and_all_that_are_left(seconds_each, rate, left, monkeypatch, caplog):
+    caplog.set_level("INFO", "wangen")
+    now_s = [1000.0]
+    monkeypatch.setattr("wangen.runtime.progress.time.monotonic", lambda: now_s[0])
+    with progress("train", 1040, 0) as advance:
+        for _ in range(40):
+            now_s[0] += seconds_each
+            advance(1, "loss 0.1")
+    last = [message for message in caplog.messages if "train 40/1040" in message]
+    assert last == [f"  train 40/1040  {rate}  loss 0.1  {left}"]
+
+
 def test_a_bar_below_another_outlives_the_terminal_as_well(monkeypatch, caplog):
     """rich has put itself in the place of standard error then."""
     caplog.set_level("INFO", "wangen")

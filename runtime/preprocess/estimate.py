@@ -12,7 +12,7 @@ from tempfile import TemporaryDirectory
 
 import numpy as np
 
-from wangen.generator.errors import WangenError, bytes_text, many
+from wangen.generator.errors import WangenError, bytes_text, duration_text, many
 from wangen.generator.files import nearest_existing
 from wangen.runtime.decoders.pyav import shown_frames, upright
 from wangen.runtime.media import fit
@@ -131,16 +131,3 @@ def require_space(needed: Estimate, form: Form, place: Place) -> None:
             where=str(place.folder),
             cure=f"free space, or give {smaller}a longer --stride or another --output",
         )
-
-
-def duration_text(seconds: float) -> str:
-    """A time for people.
-
-    >>> duration_text(0.4), duration_text(75), duration_text(7400)
-    ('1 s', '1:15 min', '2:03 h')
-    """
-    whole = max(1, round(seconds))
-    if whole < 60:
-        return f"{whole} s"
-    minutes = whole // 60
-    return f"{minutes}:{whole % 60:02} min" if minutes < 60 else f"{minutes // 60}:{minutes % 60:02} h"

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from wangen.generator import lock
-from wangen.generator.errors import UsageError, WangenError, many
+from wangen.generator.errors import UsageError, WangenError, duration_text, many
 from wangen.generator.files import is_file
 from wangen.generator.run_folder import METRICS, SAMPLES, TRAIN_REPORT
 from wangen.generator.session import Report
@@ -26,7 +26,6 @@ from wangen.runtime.report.run_files import (
     time_s,
 )
 from wangen.runtime.report.server import LiveServer
-from wangen.runtime.report.tables import duration_text
 
 log = logging.getLogger("wangen")
 

@@ -5,7 +5,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from wangen.generator.errors import bytes_text
+from wangen.generator.errors import bytes_text, duration_text
 from wangen.generator.header_keys import FINGERPRINT, TRAIN_MODE
 from wangen.generator.steps import Train
 from wangen.generator.table import options
@@ -64,19 +64,6 @@ def provenance_tables(run: RunFiles) -> list[Table]:
 
 def _seconds(report: Mapping[str, Any]) -> str:
     return _if_number(mapping(report, "timings").get("total_s"), duration_text) or ""
-
-
-def duration_text(seconds: float) -> str:
-    """A time for people.
-
-    >>> duration_text(4.25), duration_text(200), duration_text(7300)
-    ('4.2 s', '3 min 20 s', '2 h 1 min')
-    """
-    if seconds < 60:
-        return f"{seconds:.1f} s"
-    minutes, rest = divmod(round(seconds), 60)
-    hours, minutes_left = divmod(minutes, 60)
-    return f"{hours} h {minutes_left} min" if hours else f"{minutes} min {rest} s"
 
 
 def plan_numbers(run: RunFiles) -> list[tuple[str, str]]:
