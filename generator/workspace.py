@@ -9,6 +9,7 @@ import stat
 import tomllib
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
+from difflib import get_close_matches
 from pathlib import Path, PurePosixPath, PureWindowsPath
 from typing import Any
 
@@ -127,7 +128,9 @@ class Workspace:
         """
         chosen = name or self.model
         if chosen not in profiles.model_names():
-            raise UsageError(f"there is no model {chosen!r}", cure=f"one of {', '.join(profiles.model_names())}")
+            near = get_close_matches(str(chosen), profiles.model_names(), n=1)
+            hint = f"did you mean {near[0]}? " if near else ""
+            raise UsageError(f"there is no model {chosen!r}", cure=f"{hint}one of {', '.join(profiles.model_names())}")
         model = profiles.model(chosen)
         makes_clips = model.num_frames > 1
         frames = self.num_frames if self.num_frames and makes_clips else model.num_frames

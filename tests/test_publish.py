@@ -150,6 +150,7 @@ def test_a_clip_beside_one_frame_in_wangen_toml_is_answered_with_that_line(place
         (["publish", "CON"], 1, "Windows reserves the name"),
         (["publish", NAME, "--platform", "amiga"], 2, "there is no platform 'amiga'"),
         (["publish", NAME, "--model", "t2v"], 2, "there is no model 't2v'"),
+        (["publish", NAME, "--model", "t2v-14b"], 2, "did you mean t2v-14B? one of"),
         (["publish", NAME, "--source", "gone"], 1, "cannot list the folder"),
         (["publish"], 2, "NAME"),
     ],

@@ -75,7 +75,7 @@ def test_where_training_is_near_it_speaks_for_itself(found, tmp_path, why):
 
 
 @pytest.mark.parametrize(("free", "changes", "words"), [
-    (4000, {}, "the checkpoints need up to"), (10**8, {}, ""),
+    (4000, {"save_every_n_steps": 1}, "the checkpoints need up to"), (10**8, {}, ""),
     (10**8, {"max_train_steps": 10**6, "save_every_n_steps": 1}, "100.0 MB are free"),
     (10**8, {"max_train_steps": 10**6, "save_every_n_steps": 1, "keep_last": 2}, ""),
 ])  # fmt: skip

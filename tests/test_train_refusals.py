@@ -308,8 +308,11 @@ def test_a_disk_that_cannot_hold_the_checkpoints_is_refused(tiny_run, tmp_path, 
     monkeypatch.setattr(shutil, "disk_usage", lambda path: real(path)._replace(free=1000))
     with pytest.raises(WangenError, match=r"the checkpoints need up to \d+\.\d [kM]B, and 1\.0 kB are free") as error:
         train.run(tiny_run.options(tmp_path))
-    assert "lower --network_dim" in str(error.value)
-    assert "keep fewer" in str(error.value)
+    assert error.value.cure == "free space, lower --network_dim, or give another --output_dir"
+    for keep_last, fewer in ((None, True), (3, True), (1, False)):
+        with pytest.raises(WangenError, match="the checkpoints need up to") as error:
+            train.run(tiny_run.options(tmp_path, save_every_n_steps=1, keep_last=keep_last))
+        assert ("lower --network_dim, keep fewer (--keep_last), or" in error.value.cure) == fewer
 
 
 def test_the_room_is_that_of_every_number_that_trains_less_what_lies_there(tiny_run, tmp_path):

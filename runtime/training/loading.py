@@ -16,7 +16,7 @@ from wangen.generator.companions import sort_out
 from wangen.generator.errors import WangenError, bytes_text
 from wangen.generator.files import bytes_on_disk_of, nearest_existing
 from wangen.generator.launch import Launch
-from wangen.generator.plan.saves import most_bytes, saved_bytes
+from wangen.generator.plan.saves import most_bytes, num_kept, saved_bytes
 from wangen.generator.run_folder import SAMPLES
 from wangen.generator.small_steps import replays
 from wangen.generator.steps import Train
@@ -238,11 +238,13 @@ def require_room(plan: Plan, to_cache: Mapping[Path, int] = MappingProxyType({})
     beside = bytes_on_disk_of(options.output_dir, to_cache)
     if free < needed + beside:
         smaller = "lower --network_dim" if options.train_mode == "lora" else "give --save_precision bfloat16"
+        if options.keep_last != 1 and max(num_kept(options, plan.steps_per_epoch, plan.num_steps)) > 1:
+            smaller += ", keep fewer (--keep_last)"
         raise WangenError(
             f"the checkpoints need up to {bytes_text(needed)}"
             f"{f', the cache {bytes_text(beside)}' if beside else ''}, and {bytes_text(free)} are free",
             where=str(options.output_dir),
-            cure=f"free space, {smaller}, keep fewer (--keep_last), or give another --output_dir",
+            cure=f"free space, {smaller}, or give another --output_dir",
         )
 
 
