@@ -5,7 +5,7 @@ import os
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
 from importlib import import_module
 from pathlib import Path, PurePosixPath
@@ -60,7 +60,8 @@ def run(options: Check) -> Report:
         WangenError: the dataset TOML itself cannot be read.
     """
     entries = read_dataset(options.dataset, options.resolution)
-    seen, (unset, steps) = examine(options, entries), _own_script()
+    unset, steps = _own_script()
+    seen = examine(without_idle(options, [step for _, step in steps]), entries)
     findings = [*unset, *_refused(steps, seen), *seen.findings]
     will_cache = any(isinstance(step, CacheStep) for _, step in steps)
     if will_cache and not findings and any(_is_empty(entry.cache_directory) for entry in entries):
@@ -95,6 +96,15 @@ def _own_script() -> tuple[list[Finding], list[_Placed]]:
             for command, step in scripts.parsed_steps(data, path.suffix[1:]):
                 steps.append((f"{path.name}, {command}", step))
     return unset, steps
+
+
+def without_idle(options: Check, steps: Iterable[Step | WangenError]) -> Check:
+    """The options without the weights of an expert that no step of the script works with, as its knob EXPERTS says."""
+    used = [step for step in steps if not isinstance(step, Check) and hasattr(step, "dit_high_noise")]
+    trained = {step.experts if isinstance(step, Train) else "both" for step in used}
+    if trained == {"low"}:
+        return replace(options, dit_high_noise=None)
+    return replace(options, dit=None) if trained == {"high"} else options
 
 
 def _refused(steps: Iterable[_Placed], seen: "Examined") -> Iterator[Finding]:

@@ -15,7 +15,7 @@ from typing import Any, Literal, NamedTuple
 from wangen import profiles
 from wangen.generator import scripts
 from wangen.generator.bundle import script_names
-from wangen.generator.check import examine
+from wangen.generator.check import examine, without_idle
 from wangen.generator.dataset_settings import DatasetSettings
 from wangen.generator.errors import WangenError
 from wangen.generator.experts import flag_words
@@ -109,7 +109,8 @@ def look(workspace: Workspace, target: Target, slug: str) -> Iterator[Line]:
         yield from _footage(target, cuts[0])
     if checks:
         trainings = [step for script in found for step in script.steps if isinstance(step, Train)]
-        yield from _files(target, checks[0], trainings[:1], uncut=bool(cuts))
+        options = without_idle(checks[0], [step for script in found for step in script.steps])
+        yield from _files(target, options, trainings[:1], uncut=bool(cuts))
 
 
 def _source(workspace: Workspace, slug: str, settings: DatasetSettings) -> Source | None:

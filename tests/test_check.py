@@ -12,13 +12,14 @@ from pathlib import Path
 import published
 import pytest
 from helpers import clip_bytes, image_bytes, require_rights, write_tree
+from safetensors.torch import load_file, save_file
 from shells.bundles import bundle, steps
 from tiny_weights import write_tiny_wan
 
 from wangen.generator import scripts
 from wangen.generator.check import run
 from wangen.generator.cli import main
-from wangen.generator.steps import Check
+from wangen.generator.steps import Check, Train
 
 VECTORS = Path(__file__).parent / "vectors"
 
@@ -181,6 +182,24 @@ def test_of_two_experts_the_missing_one_is_named(good, tmp_path):
     assert "wangen models download t2v-A14B" in found
     (found,) = problems(changed(both, dit=tmp_path / "no.safetensors", dit_high_noise=good.dit))
     assert "--dit (the low-noise expert): no such weight file" in found
+
+
+@pytest.mark.parametrize(("experts", "missing"), [("high", []), ("low", ["dit"]), ("both", ["dit"])])
+def test_of_the_expert_that_a_script_does_not_train_no_weights_are_asked_for(
+    good, tmp_path, monkeypatch, experts, missing
+):
+    """As its knob EXPERTS says, whatever the script was published with."""
+    high = tmp_path / "high_noise.safetensors"
+    save_file({name: 0.5 * value for name, value in load_file(good.dit).items()}, high)
+    both = changed(good, task="t2v-A14B", dit=tmp_path / "no.safetensors", dit_high_noise=high)
+    training = Train(dataset_config=good.dataset_config, task="t2v-A14B", dit=both.dit, dit_high_noise=high,
+                     output_dir=tmp_path / "out", output_name="cats", experts=experts)  # fmt: skip
+    script = tmp_path / "train_cats.sh"
+    script.write_bytes(scripts.render(bundle("sh", (both, training)), "sh", "train"))
+    monkeypatch.setenv("WANGEN_SCRIPT", str(script))
+    assert [f"--{flag} (" in found for flag, found in zip(missing, problems(both), strict=True)] == [True] * len(
+        missing
+    )
 
 
 @pytest.mark.parametrize("content", [b"", b"garbage" * 100, b"<!DOCTYPE html>"])
