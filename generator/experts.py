@@ -25,6 +25,9 @@ SMALL = (
 )
 ORDER = "--dit takes the low-noise expert and --dit_high_noise the high-noise expert"
 
+LEAST_TIMESTEP = 100
+"""What is less is no boundary between two experts: their models have 875 and 900."""
+
 _COMPARED = ("F32", "F16", "BF16", "F8_E4M3")
 _EQUAL_SHARE = 0.8
 """Rounding twice on the way moves a few values by one step; other training moves most of them, by many steps."""
@@ -49,7 +52,8 @@ def choose_boundary(given: float | None, model: Model) -> float | None:
         model: its profile.
 
     Raises:
-        UsageError: the model has one transformer, or the number is none.
+        UsageError: the model has one transformer, or the number is none: a sigma is below 1, and a timestep of less than
+            100 is taken for a mistyped sigma.
 
     >>> from wangen import profiles
     >>> choose_boundary(900, profiles.model("t2v-A14B")), choose_boundary(None, profiles.model("t2v-14B"))
@@ -60,6 +64,9 @@ def choose_boundary(given: float | None, model: Model) -> float | None:
             raise UsageError(f"--timestep_boundary: {model.name} has one transformer", cure="leave it out")
         return None
     boundary = model.experts.boundary if given is None else given
+    if 1 < boundary < LEAST_TIMESTEP:
+        raise UsageError(f"--timestep_boundary {given:g} is neither a sigma (0 to 1) nor a timestep ({LEAST_TIMESTEP} "
+                         "to 1000)", cure=f"{model.name} is made for {model.experts.boundary:g}")  # fmt: skip
     boundary = boundary / 1000 if boundary > 1 else boundary
     if not 0 < boundary < 1:
         raise UsageError(f"--timestep_boundary {given:g} leaves one expert without timesteps",

@@ -207,6 +207,7 @@ def test_loras_that_are_saved_before_an_experts_first_turn_are_announced(tiny_ru
         ({"dit_high_noise": None}, "the high-noise expert of t2v-A14B has no weights"),
         ({"dit": None}, "the low-noise expert of t2v-A14B has no weights"),
         ({"timestep_boundary": 0.0}, "leaves one expert without timesteps"),
+        ({"timestep_boundary": 1.5}, "is neither a sigma"),
         ({"high_noise_share": 1.0}, "--high_noise_share must be between 0 and 1"),
         ({"high_noise_share": None, "timestep_sampling": "logsnr"}, "the high-noise expert would get none"),
         ({"task": "t2v-14B"}, "has one transformer"),
