@@ -52,8 +52,8 @@ def choose_boundary(given: float | None, model: Model) -> float | None:
         model: its profile.
 
     Raises:
-        UsageError: the model has one transformer, or the number is none: a sigma is below 1, and a timestep of less than
-            100 is taken for a mistyped sigma.
+        UsageError: the model has one transformer, or the number is none; what lies between a sigma and timestep 100 is
+            taken for a mistyped one.
 
     >>> from wangen import profiles
     >>> choose_boundary(900, profiles.model("t2v-A14B")), choose_boundary(None, profiles.model("t2v-14B"))
