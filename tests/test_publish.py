@@ -212,6 +212,21 @@ def test_the_name_that_the_shell_completes(place, monkeypatch, capsys):
     assert "is published as janes_red_house" in capsys.readouterr().out
 
 
+def test_pictures_that_sample_prompts_name_are_told_until_they_are_in_the_bundle(place, capsys):
+    toml = place / "wangen.toml"
+    told = 'model = "i2v-14B"\n[steps.train]\nsample_prompts = "p.txt"\nsample_every_n_epochs = 1\n'
+    toml.write_text(toml.read_text(encoding="utf-8") + told, encoding="utf-8")
+    (place / "p.txt").write_text("A cat. --i a/first.png\nA dog. --i a/first.png\nA cow. --i /data/c.png\n")
+    words = "next: put a/first.png, which the sample prompts name, into files/prompts in the bundle\n"
+    assert publish(place, "--platform", "linux") == 0
+    assert capsys.readouterr().out.count(words) == 1
+    picture = place / "published" / "linux" / "files" / "prompts" / "a" / "first.png"
+    picture.parent.mkdir(parents=True)
+    picture.touch()
+    assert publish(place, "--platform", "linux") == 0
+    assert "which the sample prompts name" not in capsys.readouterr().out
+
+
 def test_what_is_still_to_be_done(place, capsys):
     assert publish(place, "--platform", "linux") == 0
     shown = capsys.readouterr().out

@@ -1,20 +1,21 @@
 """What `wangen publish` says is still to be done."""
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterator
 from pathlib import Path, PurePosixPath, PureWindowsPath
 
 import click
 
-from wangen.generator.bundle import find_weights, needed_weights
+from wangen.generator.bundle import PROMPTS, find_weights, needed_weights, prompts_file
 from wangen.generator.errors import WangenError
 from wangen.generator.models.places import named_tokenizer
+from wangen.generator.prompt_files import entries
 from wangen.generator.target import Target
 from wangen.generator.tokenizer_file import find_tokenizer, home_of
 from wangen.generator.workspace import Workspace
 from wangen.profiles import Model
 
 
-def say_next(place: Workspace, targets: Iterable[Target], model: Model, slug: str) -> None:
+def say_next(place: Workspace, targets: Collection[Target], model: Model, slug: str) -> None:
     """What is still to be done: the weights that are not there, and the script to run."""
     missing: dict[str, list[str]] = {}
     lacks_tokenizer = False
@@ -36,7 +37,22 @@ def say_next(place: Workspace, targets: Iterable[Target], model: Model, slug: st
         click.echo(f"      or fetch them with: wangen models download {model.name}")
         click.echo("      or say in wangen.toml, below [platform.NAME], where they are: models = 'C:/ComfyUI/models'")
         click.echo("      (found by their usual names in any folder there: wangen models list), then publish again")
+    for picture in dict.fromkeys(name for target in targets for name in _pictures(place, target, model)):
+        click.echo(f"next: put {picture}, which the sample prompts name, into files/{PROMPTS} in the bundle")
     click.echo(f"next: see what is missing with: wangen check {slug}    and run train_{slug} in the bundle")
+
+
+def _pictures(place: Workspace, target: Target, model: Model) -> Iterator[str]:
+    """The pictures with relative paths that a bundle's sample prompts name and that it has not, as they are written."""
+    file = prompts_file(place, target, model)
+    for _, values in entries(file, "sample_prompts") if file else ():
+        controls = values.get("control_image_path", ())
+        given = [values.get("image_path"), *([controls] if isinstance(controls, str) else controls)]
+        for name in (path for path in given if isinstance(path, str)):
+            if PurePosixPath(name).is_absolute() or PureWindowsPath(name).is_absolute():
+                continue
+            if not any((folder / name).is_file() for folder in (target.folder, target.folder / "files" / PROMPTS)):
+                yield name
 
 
 def _lacks_tokenizer(place: Workspace, target: Target, model: Model, text_encoder: Path) -> bool:
