@@ -4,10 +4,10 @@ What could only fail after the whole training is refused when the script is made
 """
 
 from collections.abc import Mapping
-from pathlib import PurePosixPath, PureWindowsPath
 from typing import Any
 
 from wangen.generator.errors import WangenError
+from wangen.generator.paths import is_absolute_anywhere
 from wangen.generator.steps import Generate, Train
 from wangen.generator.table import Step
 from wangen.generator.target import Target
@@ -64,7 +64,7 @@ def _prompts(own: Mapping[str, Any], told: Mapping[str, Any], model: Model, path
             raise _refused(Generate, f"{model.name} begins with a picture", "give image_path, a full path there")
         return {}
     if file := str(own.get("prompt_file", "")):
-        if not (PurePosixPath(file).is_absolute() or PureWindowsPath(file).is_absolute()):
+        if not is_absolute_anywhere(file):
             raise _refused(Generate, "prompt_file is not copied to the machine that trains",
                            "give sample_prompts below [steps.train], or a full path of that machine")  # fmt: skip
         return {}

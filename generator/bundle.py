@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cache
 from importlib.metadata import version
-from pathlib import Path, PurePath, PurePosixPath, PureWindowsPath
+from pathlib import Path, PurePath, PurePosixPath
 from typing import Any
 
 from wangen import profiles
@@ -21,6 +21,7 @@ from wangen.generator.footage import CLIPS, cut_footage, seen_from
 from wangen.generator.lock import RUN_LOCK
 from wangen.generator.memory import PLAIN_MEMORY, memory_of
 from wangen.generator.memory_presets import with_preset
+from wangen.generator.paths import is_absolute_anywhere
 from wangen.generator.prepare_steps import Preprocess
 from wangen.generator.resolutions import resolution_name
 from wangen.generator.scripts import Bundle
@@ -116,7 +117,7 @@ def prompts_file(workspace: Workspace, target: Target, model: Model) -> Path | N
     """
     told: Any = told_of_training(workspace, target, model).get("sample_prompts")
     path = str(told) if told else ""
-    if not path or PurePosixPath(path).is_absolute() or PureWindowsPath(path).is_absolute():
+    if not path or is_absolute_anywhere(path):
         return None
     return workspace.folder / path
 

@@ -9,6 +9,7 @@ import re
 import unicodedata
 from collections.abc import Iterable
 from dataclasses import dataclass
+from pathlib import PurePosixPath, PureWindowsPath
 from typing import Literal
 
 from wangen.generator.errors import WangenError
@@ -82,6 +83,15 @@ def toml_path(path: str, target: Machine) -> str:
     '//nas/share/x'
     """
     return path.replace("\\", "/") if target.kind == "windows" else path
+
+
+def is_absolute_anywhere(path: str) -> bool:
+    """Whether a path is absolute on some system.
+
+    >>> is_absolute_anywhere("/data/a.png"), is_absolute_anywhere("C:/a.png"), is_absolute_anywhere("a.png")
+    (True, True, False)
+    """
+    return PurePosixPath(path).is_absolute() or PureWindowsPath(path).is_absolute()
 
 
 def is_foreign(path: str, machine: Machine) -> bool:

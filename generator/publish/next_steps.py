@@ -1,13 +1,14 @@
 """What `wangen publish` says is still to be done."""
 
 from collections.abc import Collection, Iterator
-from pathlib import Path, PurePosixPath, PureWindowsPath
+from pathlib import Path
 
 import click
 
 from wangen.generator.bundle import PROMPTS, find_weights, needed_weights, prompts_file
 from wangen.generator.errors import WangenError
 from wangen.generator.models.places import named_tokenizer
+from wangen.generator.paths import is_absolute_anywhere
 from wangen.generator.prompt_files import entries
 from wangen.generator.target import Target
 from wangen.generator.tokenizer_file import find_tokenizer, home_of
@@ -29,8 +30,8 @@ def say_next(place: Workspace, targets: Collection[Target], model: Model, slug: 
                 name = target.platform.name if seen else f"{target.platform.name}, not seen from here"
                 missing.setdefault(path.replace("\\", "/"), []).append(name)
     for path, names in missing.items():
-        absolute = PurePosixPath(path).is_absolute() or PureWindowsPath(path).is_absolute()
-        click.echo(f"next: put the weights to {path}{'' if absolute else ' in the bundle'} ({', '.join(names)})")
+        where = "" if is_absolute_anywhere(path) else " in the bundle"
+        click.echo(f"next: put the weights to {path}{where} ({', '.join(names)})")
     if lacks_tokenizer:
         click.echo(f"next: put the tokenizer, the folder {home_of(model)}, beside the text encoder")
     if missing or lacks_tokenizer:
@@ -44,14 +45,12 @@ def say_next(place: Workspace, targets: Collection[Target], model: Model, slug: 
 
 def _pictures(place: Workspace, target: Target, model: Model) -> Iterator[str]:
     """The pictures with relative paths that a bundle's sample prompts name and that it has not, as they are written."""
-    file = prompts_file(place, target, model)
+    file, folders = prompts_file(place, target, model), (target.folder, target.folder / "files" / PROMPTS)
     for _, values in entries(file, "sample_prompts") if file else ():
         controls = values.get("control_image_path", ())
         given = [values.get("image_path"), *([controls] if isinstance(controls, str) else controls)]
         for name in (path for path in given if isinstance(path, str)):
-            if PurePosixPath(name).is_absolute() or PureWindowsPath(name).is_absolute():
-                continue
-            if not any((folder / name).is_file() for folder in (target.folder, target.folder / "files" / PROMPTS)):
+            if not is_absolute_anywhere(name) and not any((folder / name).is_file() for folder in folders):
                 yield name
 
 

@@ -95,7 +95,7 @@ def _of_pair(name: str, pair: Mapping[str, Checkpoint]) -> Candidate:
     """Both experts' LoRAs of one moment; of their best, which may be of two, the step of the later one."""
     low, high = pair[LOW_NOISE], pair[HIGH_NOISE]
     steps = tuple(one.run_step for one in (high, low) if one.run_step is not None)
-    known = len(steps) == len(pair)
+    known = len(steps) == len(EXPERTS)
     return Candidate(name, max(steps) if known else None, low.path, high.path, steps if known else ())
 
 
