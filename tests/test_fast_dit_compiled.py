@@ -23,8 +23,9 @@ from fast_dit import (
 from parity import max_abs, rel_rms
 from torch.fx import GraphModule
 
-from wangen.runtime.fast import dit_compiled, dit_elementwise, products
+from wangen.runtime.fast import compiled_products, dit_compiled, dit_elementwise, products
 from wangen.runtime.fast.attention import Kernel
+from wangen.runtime.fast.products import by_onednn
 from wangen.runtime.memory.quantize import quantize_blocks
 from wangen.runtime.memory.swap import BlockSwap
 from wangen.runtime.models import inputs as inputs_module
@@ -273,6 +274,21 @@ def test_compiled_blocks_give_exact_gradients(name: str, batch: int, checkpointi
     wanted_output, wanted = exact(model, inputs)
     assert max_abs(output, wanted_output) < 1e-5
     assert largest_error(gradients, wanted) < 1e-5
+
+
+@pytest.mark.slow
+def test_compiled_blocks_take_their_products_from_onednn(fresh: None, monkeypatch: pytest.MonkeyPatch):
+    """Where it is the faster one; the compiler alone would ask MKL. The last product is not computed again."""
+    monkeypatch.setattr(dit_compiled, "has_faster_onednn", lambda: True)
+    monkeypatch.setattr(products, "LEAST_WORK", 0)
+    asked = []
+    monkeypatch.setattr(compiled_products, "by_onednn", lambda *given: asked.append(given) or by_onednn(*given))
+    model, inputs = adapted(small(2)), noisy(1, 1, 8, 8)
+    output, gradients = step(model, fast(model, compile=True, checkpointing="full"), inputs)
+    wanted_output, wanted = exact(model, inputs)
+    assert max_abs(output, wanted_output) < 1e-5
+    assert largest_error(gradients, wanted) < 1e-5
+    assert len(asked) == 2 * (7 + 6 + 6), "forward, again, and back, where the text has no gradient"
 
 
 @pytest.mark.slow

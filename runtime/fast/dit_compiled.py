@@ -23,10 +23,12 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 from wangen.runtime.fast.attention import Kernel
 from wangen.runtime.fast.attention_operators import by_products, has_few_keys
+from wangen.runtime.fast.compiled_products import compiled_linear
 from wangen.runtime.fast.dit_blocks import Tokens
 from wangen.runtime.fast.dit_elementwise import PLAIN, compiled_gelu, failure, real_rms, separately_compiled
 from wangen.runtime.fast.dit_functions import cast
 from wangen.runtime.fast.dit_linear import Group
+from wangen.runtime.fast.products import has_faster_onednn
 from wangen.runtime.libraries import WanTransformerBlock
 from wangen.runtime.models.compute import Checkpointing, Compute
 
@@ -123,6 +125,7 @@ class Plan(NamedTuple):
         heads: of attention.
         eps: of the norms.
         recomputed: in the backward pass: nothing, all, or all but self attention.
+        onednn: is asked for large frozen products.
         linears: by name, those that share an input.
     """
 
@@ -132,6 +135,7 @@ class Plan(NamedTuple):
     heads: int
     eps: float
     recomputed: Checkpointing
+    onednn: bool
     linears: tuple[tuple[str, tuple[Widths, ...]], ...]
 
     @property
@@ -193,6 +197,7 @@ class WholeBlocks:
                 heads=module.attn1.heads,
                 eps=module.norm1.eps,
                 recomputed=self._compute.checkpointing if recomputes else "none",
+                onednn=hidden.is_cpu and has_faster_onednn(),
                 linears=tuple((name, tuple(map(_widths, each))) for name, each in groups.items()),
             )
             if torch.is_grad_enabled() and not hidden.requires_grad and plan.is_trained:
@@ -317,7 +322,7 @@ def _block(plan: Plan, hidden: Tensor, norms: Norms, linears: dict[str, list[Lin
 
     def outputs(name: str, inputs: Tensor) -> list[Tensor]:
         groups = zip(linears[name], widths[name], strict=True)
-        return [output for group, sizes in groups for output in _outputs(inputs, group, sizes)]
+        return [output for group, sizes in groups for output in _outputs(plan, inputs, group, sizes)]
 
     def look(query: Tensor, others: Tensor, pair: str, norm: Tensor, bias: Tensor | None) -> Tensor:
         key, value = outputs(pair, others.flatten(0, 1))
@@ -349,11 +354,11 @@ def _block(plan: Plan, hidden: Tensor, norms: Norms, linears: dict[str, list[Lin
     return PLAIN.gated(hidden, branch, forward_gate, plan.runs, True)
 
 
-def _outputs(inputs: Tensor, linears: Linears, widths: Widths) -> list[Tensor]:
+def _outputs(plan: Plan, inputs: Tensor, linears: Linears, widths: Widths) -> list[Tensor]:
     """(T, I) -> for each layer (T, O)."""
     dtype = inputs.dtype
     products = [
-        functional.linear(inputs, cast(weight, dtype), None if bias is None else cast(bias, dtype))
+        compiled_linear(inputs, cast(weight, dtype), None if bias is None else cast(bias, dtype), onednn=plan.onednn)
         for weight, bias in zip(linears.weights, linears.biases, strict=True)
     ]
     outputs = list(products[0].split_with_sizes(widths.outputs, 1)) if widths.are_joined else products
