@@ -9,16 +9,18 @@ from collections import Counter
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 from wangen.generator import footage, scripts
 from wangen.generator.bundle import PROMPTS, script_names
 from wangen.generator.errors import WangenError
 from wangen.generator.files import remove
-from wangen.generator.publish import layout, manifest
+from wangen.generator.publish import layout, manifest, prompt_pictures
 from wangen.generator.publish.deploy import TEMPORARY, prefix
 from wangen.generator.publish.inventory import Inventory, Part, entries_of
 from wangen.generator.publish.manifest import Record
+from wangen.generator.publish.prompt_pictures import Note
 from wangen.generator.publish.texts import PROMPT_ENDINGS, beside, toml_file
 from wangen.generator.publish.written import look_at_cache, look_at_clips, look_at_outputs
 from wangen.generator.setup.scripts import script_name
@@ -34,12 +36,14 @@ class _Seen:
     Attributes:
         scripts: where the dataset's run scripts are.
         datasets: the folders of its media folders: an original in one of those need not stay.
+        prompts: where its sample prompts are.
         folders: those that count for an earlier target.
         links: (device, inode) -> how many of its names would be removed.
     """
 
     scripts: set[Path]
     datasets: set[Path]
+    prompts: set[Path]
     folders: set[Path] = field(default_factory=set)
     links: Counter[tuple[int, int]] = field(default_factory=Counter)
 
@@ -65,7 +69,8 @@ def survey(targets: Iterable[Target], slug: str, resolutions: Iterable[str] = ()
     targets = list(targets)
     run_scripts = {path for target in targets for path in _run_scripts(target, slug)}
     datasets = {layout.published_folder(target, slug).resolve() for target in targets}
-    seen = _Seen(run_scripts, datasets)
+    prompts = {path for target in targets for path in _prompts(target, slug)}
+    seen = _Seen(run_scripts, datasets, prompts)
     return [_survey(target, slug, set(resolutions), seen) for target in targets]
 
 
@@ -150,15 +155,47 @@ def _look_at_texts(found: Inventory, seen: _Seen) -> None:
         for file in (path, beside(path)):
             _judge_text(found, file, _script_edit)
     path = toml_file(target, slug)
-    prompts = target.folder / "files" / PROMPTS
-    copies = [prompts / path.with_suffix(ending).name for ending in PROMPT_ENDINGS]
-    for file in (place for text in (path, *copies) for place in (text, beside(text))):
+    for file in (path, beside(path), *_prompts(target, slug)):
         _judge_text(found, file, lambda data: "" if unedited(data) else "edited by hand")
+    prompts = target.folder / "files" / PROMPTS
+    _look_at_pictures(found, prompts, seen)
     if not set(target.folder.glob("train_*.*")) - seen.scripts - set(map(beside, seen.scripts)):
         _look_at_setup(found, seen)  # the last dataset takes what all share
     for folder in (target.folder, path.parent, prompts):
         found.files["bundle"] += folder.glob(f"{prefix(slug)}*")
     found.folders["bundle"] += [path.parent, prompts]
+
+
+def _prompts(target: Target, slug: str) -> list[Path]:
+    """Where the sample prompts of a dataset may be, and new ones beside edited ones."""
+    places = [toml_file(target, slug).with_suffix(ending).name for ending in PROMPT_ENDINGS]
+    copies = [target.folder / "files" / PROMPTS / name for name in places]
+    return [place for copy in copies for place in (copy, beside(copy))]
+
+
+def _look_at_pictures(found: Inventory, folder: Path, seen: _Seen) -> None:
+    """Pictures that the dataset's sample prompts name, and no prompts that stay."""
+    notes: dict[str, Note] = {}
+    stay: set[str] = set()
+    for path in (path for path in entries_of(folder) if path.is_file()):
+        with suppress(OSError):
+            data = path.read_bytes()
+            if path in seen.prompts and unedited(data):
+                notes |= prompt_pictures.read(data)
+            else:
+                stay |= prompt_pictures.read(data).keys()
+    for name, note in notes.items():
+        if name not in stay and seen.first(folder / name):
+            _judge_text(found, folder / name, partial(_picture_edit, note))
+            _judge_text(found, beside(folder / name), lambda _: "")
+            found.folders["bundle"].append((folder / name).parent)
+
+
+def _picture_edit(note: Note, data: bytes) -> str:
+    """Why a picture beside sample prompts is to stay, in words; empty where it may go."""
+    if manifest.digest_of(data) != note.digest:
+        return "changed in the bundle"
+    return "" if Path(note.origin).is_file() else f"the only copy: {note.origin} is gone"
 
 
 def _look_at_setup(found: Inventory, seen: _Seen) -> None:

@@ -302,7 +302,8 @@ def _say_kept(bundle: BundlePlan, slug: str) -> None:
                 cure = f"move {text.target.name} away to see the new text"
                 _hint(f"{name} and {text.target.name} were edited by hand and stay; {cure}")
             else:
-                _hint(f"{name} was edited by hand and stays; the new text is {text.target.name}")
+                what = "picture" if text.shared else "text"
+                _hint(f"{name} was edited by hand and stays; the new {what} is {text.target.name}")
         elif text.knobs:
             values = ", ".join(f"{knob}={mine} (published: {ours})" for knob, (mine, ours) in text.knobs.items())
             _hint(f"{name} keeps your knobs: {values}")

@@ -9,7 +9,7 @@ from wangen.generator.bundle import PROMPTS, find_weights, needed_weights, promp
 from wangen.generator.errors import WangenError
 from wangen.generator.models.places import named_tokenizer
 from wangen.generator.paths import is_absolute_anywhere
-from wangen.generator.prompt_files import entries
+from wangen.generator.publish.prompt_pictures import named
 from wangen.generator.target import Target
 from wangen.generator.tokenizer_file import find_tokenizer, home_of
 from wangen.generator.workspace import Workspace
@@ -46,12 +46,9 @@ def say_next(place: Workspace, targets: Collection[Target], model: Model, slug: 
 def _pictures(place: Workspace, target: Target, model: Model) -> Iterator[str]:
     """The pictures with relative paths that a bundle's sample prompts name and that it has not, as they are written."""
     file, folders = prompts_file(place, target, model), (target.folder, target.folder / "files" / PROMPTS)
-    for _, values in entries(file, "sample_prompts") if file else ():
-        controls = values.get("control_image_path", ())
-        given = [values.get("image_path"), *([controls] if isinstance(controls, str) else controls)]
-        for name in (path for path in given if isinstance(path, str)):
-            if not is_absolute_anywhere(name) and not any((folder / name).is_file() for folder in folders):
-                yield name
+    for name in named(file) if file else ():
+        if not any((folder / name).is_file() for folder in folders):
+            yield name
 
 
 def _lacks_tokenizer(place: Workspace, target: Target, model: Model, text_encoder: Path) -> bool:

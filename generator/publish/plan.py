@@ -89,8 +89,9 @@ class Plan:
 
     @property
     def texts(self) -> list[Text]:
-        """The scripts and TOML files of all targets, and the wheels."""
-        return [*(text for bundle in self.bundles for text in bundle.texts), *self.wheels]
+        """The scripts and TOML files of all targets, and what they share, each once."""
+        texts = [*(text for bundle in self.bundles for text in bundle.texts), *self.wheels]
+        return list({text.path: text for text in texts}.values())
 
 
 def memo_path(workspace: Workspace, slug: str) -> Path:
@@ -214,7 +215,7 @@ def _refuse_doubles(bundles: Iterable[BundlePlan]) -> None:
     """Two targets at one place may share media, but not a script or a TOML file."""
     owners: dict[Path, str] = {}
     for bundle in bundles:
-        for text in bundle.texts:
+        for text in (text for text in bundle.texts if not text.shared):
             name = bundle.target.platform.name
             other = owners.setdefault(text.path.resolve(), name)
             if other != name:
@@ -239,7 +240,7 @@ def _problems(bundle: BundlePlan, slug: str, long_paths: bool) -> list[Problem]:
         cure = "take a shorter root, rename it, or set LongPathsEnabled on that machine and give --long_paths"
         where = Path(target.platform.name)
         problems += [Problem(where, f"too long for Windows, {line}", cure) for line in bundle.long_paths]
-    if any(text.state == "changed" for text in bundle.texts):
+    if any(text.state == "changed" and not text.shared for text in bundle.texts):
         running = busy_run(layout.output_folder(target, slug))
         if running:
             found = f"{running.found}, and its scripts would change under it"

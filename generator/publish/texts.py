@@ -25,8 +25,10 @@ from wangen.generator.dataset_settings import DatasetSettings
 from wangen.generator.errors import UsageError, WangenError
 from wangen.generator.footage import CLIPS, MANIFEST
 from wangen.generator.paths import toml_path
-from wangen.generator.prompt_files import entries
+from wangen.generator.publish import prompt_pictures
 from wangen.generator.publish.beside import CONTROLS, MASKS
+from wangen.generator.publish.manifest import digest_of
+from wangen.generator.publish.prompt_pictures import Note
 from wangen.generator.resolutions import resolution_name
 from wangen.generator.setup import scripts as setup_scripts
 from wangen.generator.setup import wheel
@@ -52,6 +54,7 @@ class Text:
         knobs: knob -> (the user's value that stays, the published one).
         broken: lines in the block of knobs that set none, so that the script counts as edited.
         stuck: the user edited the file beside it, too, so that nothing is written.
+        shared: targets at one place have it in common.
     """
 
     path: Path
@@ -61,6 +64,7 @@ class Text:
     knobs: Mapping[str, tuple[str, str]] = field(default_factory=dict)
     broken: tuple[str, ...] = ()
     stuck: bool = False
+    shared: bool = False
 
     @property
     def target(self) -> Path:
@@ -155,9 +159,11 @@ def toml_text(target: Target, model: Model, slug: str, items: Iterable[Item], se
 def prompts_texts(workspace: Workspace, target: Target, model: Model, slug: str) -> list[Text]:
     """The sample prompts of a bundle on one target: a copy of the workspace's file, where `wangen.toml` names one.
 
+    With it go the pictures that it names.
+
     Raises:
         UsageError: there is no such file, or it is no text that can be marked as published.
-        WangenError: the one in the bundle cannot be read.
+        WangenError: the one in the bundle, or a picture, cannot be read.
     """
     file = prompts_file(workspace, target, model)
     if file is None:
@@ -175,9 +181,32 @@ def prompts_texts(workspace: Workspace, target: Target, model: Model, slug: str)
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8"
         raise UsageError(f"{file} cannot be read: {reason}", where=where, cure="mend it") from None
-    list(entries(file, "sample_prompts"))  # an option that none has is refused by the line of the workspace's own file
+    # An option that none has is refused by the line of the workspace's own file.
+    origins = prompt_pictures.origins(file, workspace.folder)
     path = target.folder / "files" / PROMPTS / prompts_name(slug, target, file)
-    return [_signed_text(path, signed(f"# sample prompts of {slug}, published from {file.name}\n{text}"))]
+    known = {**prompt_pictures.read(_read(beside(path))), **prompt_pictures.read(_read(path))}
+    pictures, notes = [], {}
+    for name, origin in origins.items():
+        data = _read(origin) or b""
+        notes[name] = Note(digest_of(data), str(origin))
+        pictures.append(_picture(path.parent / name, data, known.get(name)))
+    # What the prompts no longer name is still ours.
+    notes = {name: note for name, note in known.items() if _holds(path.parent / name, note)} | notes
+    head = f"# sample prompts of {slug}, published from {file.name}\n{prompt_pictures.written(notes)}"
+    return [_signed_text(path, signed(head + text)), *pictures]
+
+
+def _picture(path: Path, data: bytes, known: Note | None) -> Text:
+    """A picture that prompts name; `known` is what was published there."""
+    old = _read(path)
+    if old is None or old == data or (known and digest_of(old) == known.digest):
+        return replace(_plain(path, old, data, 0o644), shared=True)
+    return replace(_kept(path, data, 0o644, lambda _: False), shared=True)
+
+
+def _holds(path: Path, note: Note) -> bool:
+    old = _read(path)
+    return old is not None and digest_of(old) == note.digest
 
 
 def dataset_toml(target: Target, model: Model, slug: str, items: Iterable[Item], settings: DatasetSettings) -> str:
