@@ -177,7 +177,8 @@ def _look_at_pictures(found: Inventory, folder: Path, seen: _Seen) -> None:
     """Pictures that the dataset's sample prompts name, and no prompts that stay."""
     notes: dict[str, Note] = {}
     stay: set[str] = set()
-    for path in (path for path in entries_of(folder) if path.is_file()):
+    texts = (path for path in entries_of(folder) if path.name.removesuffix(".new").endswith(PROMPT_ENDINGS))
+    for path in texts:
         with suppress(OSError):
             data = path.read_bytes()
             if path in seen.prompts and unedited(data):
@@ -186,8 +187,8 @@ def _look_at_pictures(found: Inventory, folder: Path, seen: _Seen) -> None:
                 stay |= prompt_pictures.read(data).keys()
     for name, note in notes.items():
         if name not in stay and seen.first(folder / name):
-            _judge_text(found, folder / name, partial(_picture_edit, note))
-            _judge_text(found, beside(folder / name), lambda _: "")
+            for picture in (folder / name, beside(folder / name)):
+                _judge_text(found, picture, partial(_picture_edit, note))
             found.folders["bundle"].append((folder / name).parent)
 
 
