@@ -12,6 +12,7 @@ from contextlib import contextmanager, suppress
 from functools import partial
 from importlib import import_module
 from importlib.util import find_spec
+from itertools import chain, count
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlparse
@@ -162,10 +163,28 @@ def _folder(options: Train) -> Path:
     return folder
 
 
+def _name(options: Train) -> str:
+    """The run's name in its log folder: where a run of another output folder has that, the folder's name is added.
+
+    So two runs of one name in one `--logging_dir` do not hide each other's curves.
+    """
+    if options.logging_dir is None:
+        return options.output_name
+    own, name = options.output_dir.absolute(), options.output_name
+    for other in chain((name, f"{name}-{own.name}"), (f"{name}-{own.name}-{number}" for number in count(2))):
+        owner = _folder(options) / f"{other}.folder"
+        with suppress(FileExistsError), owner.open("x", encoding="utf-8") as file:
+            file.write(str(own))
+        if owner.read_text(encoding="utf-8") == str(own):
+            break
+    return other
+
+
 def _tensorboard(options: Train, step: int) -> Any:
     from accelerate.tracking import TensorBoardTracker
 
-    tracker = TensorBoardTracker(options.output_name, logging_dir=str(_folder(options)), purge_step=step and step + 1)
+    name = _name(options)
+    tracker = TensorBoardTracker(name, logging_dir=str(_folder(options)), purge_step=step and step + 1)
     tracker.start()
     return tracker
 
@@ -228,7 +247,7 @@ _START: Mapping[str, Callable[[Train, int], Any]] = {
 
 
 def _memo(options: Train, name: str) -> Path:
-    return _folder(options) / f"{options.output_name}.{name}-run"
+    return _folder(options) / f"{_name(options)}.{name}-run"
 
 
 def _remembered(options: Train, name: str, step: int) -> str | None:
