@@ -14,8 +14,6 @@ from torch.nn import functional
 
 from wangen.runtime.fast.products import by_onednn, is_large
 
-SCHEMA = "(Tensor inputs, Tensor weight, Tensor? bias) -> Tensor"
-
 
 def compiled_linear(inputs: Tensor, weight: Tensor, bias: Tensor | None, *, onednn: bool) -> Tensor:
     """(T, I), frozen weight (O, I), bias (O,) -> (T, O); `onednn` is asked for it where the product is large."""
