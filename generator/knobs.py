@@ -37,7 +37,7 @@ def made_of(platform: Platform, steps: tuple[Step, ...]) -> tuple[list[Knob], di
     for step in steps:
         for option in options(type(step)):
             value = getattr(step, option.name)
-            if _is_knob(option, value):
+            if _is_knob(option, value) and not _is_settled(step, option.name):
                 uses.setdefault(option.name, []).append((step, option, text_of(value)))
     order = dict.fromkeys(option.name for step in reversed(steps) for option in options(type(step)))
     knobs: dict[str, Knob] = {}
@@ -59,6 +59,11 @@ def _is_knob(option: Option, value: Any) -> bool:
     # What the command line does not spell out needs no variable, and a free text is no value for one.
     scalar = option.flag.knob and option.length is None and option.kind is not bool
     return bool(scalar and option.words(value) and VALUE.fullmatch(text_of(value)))
+
+
+def _is_settled(step: Step, field: str) -> bool:
+    """Whether no other value could be: of two experts one alone has weights in the script."""
+    return field == "experts" and None in (getattr(step, "dit", None), getattr(step, "dit_high_noise", None))
 
 
 def _means_all(users: Iterable[Step], field: str, steps: tuple[Step, ...]) -> bool:

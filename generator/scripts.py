@@ -28,7 +28,7 @@ from wangen.generator.script_text import (
 from wangen.generator.setup.wheel import wheel_name
 from wangen.generator.step_parts import SMOKE_ITEMS, SMOKE_STEPS
 from wangen.generator.steps import Train, find_step
-from wangen.generator.table import SMOKE, Step, options
+from wangen.generator.table import SMOKE, Step, options, text_of
 from wangen.generator.train_refusals import judged
 from wangen.profiles import Platform
 
@@ -179,7 +179,7 @@ def merge(old: bytes, bundle: Bundle, shell: str, name: str) -> tuple[bytes, boo
 
     A value is the user's when it differs from the one published in `old`, so a new default reaches every script
     whose user did not touch that knob. `old` has to stay when it was edited elsewhere, or when a knob that the user
-    changed does not exist any more.
+    changed does not exist any more and no step has its value now.
     """
     known = {knob.name for knob in _knobs(bundle, shell)[0]}
     try:
@@ -187,7 +187,9 @@ def merge(old: bytes, bundle: Bundle, shell: str, name: str) -> tuple[bytes, boo
     except WangenError:
         changed = {}
     kept = {knob: value for knob, value in changed.items() if knob in known}
-    made, stays = render(bundle, shell, name, kept), not untouched(old) or kept != changed
+    gone = [(knob.lower(), value) for knob, value in changed.items() if knob not in known]
+    lost = any(all(text_of(getattr(step, field, None)) != value for step in bundle.steps) for field, value in gone)
+    made, stays = render(bundle, shell, name, kept), not untouched(old) or lost
     return made if stays else with_remarks(made, old), stays
 
 

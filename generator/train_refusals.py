@@ -8,6 +8,8 @@ from pathlib import Path
 from wangen import profiles
 from wangen.generator.adapter_settings import loraplus_ratio, settings_of_flags
 from wangen.generator.errors import UsageError
+from wangen.generator.experts import choose_boundary
+from wangen.generator.kinds import noise_of
 from wangen.generator.steps import Train
 from wangen.generator.table import AnyStep
 from wangen.generator.table import options as flags_of
@@ -236,6 +238,35 @@ def refuse_more_blocks(options: Train, num_blocks: int) -> None:
                          "be swapped", cure=f"give 0 to {room}{beside}")  # fmt: skip
 
 
+def refuse_experts(options: Train, model: profiles.Model) -> None:
+    """An expert without its weights, and flags of experts for a model that has none.
+
+    Raises:
+        UsageError: there is one.
+    """
+    if model.experts is None:
+        if options.dit is None:
+            raise UsageError("train needs --dit", cure="the transformer's weights")
+        for name in ("dit_high_noise", "network_weights_high_noise", "high_noise_share"):
+            if getattr(options, name) is not None:
+                raise UsageError(f"--{name}: {model.name} has one transformer", cure="leave it out, or give its --task")
+        if options.experts != "both":
+            raise UsageError(f"--experts: {model.name} has one transformer", cure="leave it out")
+        return
+    if options.experts in ("both", "low") and options.dit is None:
+        raise UsageError(f"the low-noise expert of {model.name} has no weights",
+                         cure="give --dit, or train the other one alone with --experts high")  # fmt: skip
+    if options.experts in ("both", "high") and options.dit_high_noise is None:
+        cure = "give --dit_high_noise, or train the other one alone with --experts low"
+        boundary = choose_boundary(options.timestep_boundary, model)
+        assert boundary is not None, "it has two experts"
+        if options.dit and noise_of(options.dit) == "high":
+            cure = "--dit is named so: give it to --dit_high_noise, with --experts high to train it alone"
+        elif options.experts == "high" or options.min_timestep >= 1000 * boundary:
+            cure = "give its weights to --dit_high_noise, with --experts high to train it alone; --dit is the other's"
+        raise UsageError(f"the high-noise expert of {model.name} has no weights", cure=cure)
+
+
 def judged(step: AnyStep) -> AnyStep:
     """A step as it is, if its flags can go together on any machine.
 
@@ -243,6 +274,8 @@ def judged(step: AnyStep) -> AnyStep:
         UsageError: it trains, and no run can have its flags.
     """
     if isinstance(step, Train):
+        model = profiles.model(step.task)
         refuse_flags(step)
-        refuse_more_blocks(step, profiles.model(step.task).transformer.num_layers)
+        refuse_more_blocks(step, model.transformer.num_layers)
+        refuse_experts(step, model)
     return step

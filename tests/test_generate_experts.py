@@ -62,6 +62,26 @@ def test_a_runs_folder_gives_each_expert_its_lora(tiny_run, lora, tmp_path):
         resolved(given, profiles.model("t2v-A14B"), CPU)
 
 
+@pytest.mark.parametrize(("trained", "other"), [("low_noise", "high_noise"), ("high_noise", "low_noise")])
+def test_a_folder_for_both_may_have_one_experts_lora(tiny_run, lora, tmp_path, caplog, trained, other):
+    """As a script gives it, whose knob EXPERTS was turned."""
+    folder = tmp_path / "run"
+    folder.mkdir()
+    save_file(load_file(lora), folder / f"a_{trained}.safetensors")
+    given = options_for(tiny_run, Path("a.mp4"), task="t2v-A14B", dit_high_noise=Path("high"), lora_weight=(folder,),
+                        lora_weight_high_noise=(lora, folder), lora_multiplier_high_noise=(0.5, 0.25))  # fmt: skip
+    found = resolved(given, profiles.model("t2v-A14B"), CPU)
+    stems = {"low_noise": [path.stem for path in found.lora_weight],
+             "high_noise": [path.stem for path in found.lora_weight_high_noise]}  # fmt: skip
+    if trained == "high_noise":
+        assert stems == {"low_noise": [], "high_noise": ["lora", "a_high_noise"]}
+    else:
+        assert stems == {"low_noise": ["a_low_noise"], "high_noise": ["lora"]}
+    assert found.lora_multiplier_high_noise == ((0.5, 0.25) if trained == "high_noise" else (0.5,))
+    words = f"holds a LoRA of the {trained} expert alone: the {other} one stays as it is".replace("_", "-")
+    assert words in caplog.text.replace(str(folder), "")
+
+
 @pytest.mark.usefixtures("far_enough")
 def test_a_lora_of_the_other_expert_is_said(tiny_run, lora, tmp_path, caplog):
     for name, own, told in (

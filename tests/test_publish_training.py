@@ -1,5 +1,6 @@
 """What publishing makes of a training: every model, both experts, the card's preset, sample prompts."""
 
+import re
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,7 @@ from wangen.generator.bundle import bundle_steps
 from wangen.generator.check import examine
 from wangen.generator.cli import main
 from wangen.generator.commands import parse
-from wangen.generator.errors import UsageError
+from wangen.generator.errors import UsageError, WangenError
 from wangen.generator.memory import PLAIN_MEMORY
 from wangen.generator.publish import plan as publishing
 from wangen.generator.publish.source import Source
@@ -69,6 +70,30 @@ def test_the_linter_finds_nothing_in_what_is_published(tmp_path, task):
         for shell in shells:
             for name in ("train", "cache"):
                 assert lint.lint(lint.read(place / "published" / platform / f"{name}_cats.{shell}")) == []
+
+
+def test_one_expert_alone_is_no_knob_and_a_turned_one_is_not_taken_over(tmp_path):
+    """The script has the weights of that one alone: any other value would fail after hours of caching."""
+    text = 'model = "t2v-A14B"\n'
+    script = made(tmp_path, text).target("linux").folder / "train_x.sh"
+    turned = re.sub(rb"(EXPERTS\W+)both", rb"\1high", script.read_bytes())
+    assert scripts.read_knobs(turned)["EXPERTS"] == "high"
+    for expert, taken in (("high", True), ("low", False)):
+        script.write_bytes(turned)
+        made(tmp_path, f'{text}[steps.train]\nexperts = "{expert}"\n')
+        fresh = script if taken else script.with_name("train_x.sh.new")
+        assert (script.read_bytes() == turned) != taken
+        assert "EXPERTS" not in scripts.read_knobs(fresh.read_bytes())
+        (train,) = [step for _, step in scripts.parsed_steps(fresh.read_bytes(), "sh") if isinstance(step, Train)]
+        assert (train.experts, train.dit is None, train.dit_high_noise is None) == (expert, taken, not taken)
+
+
+def test_a_script_that_lacks_the_weights_of_an_expert_it_trains_is_refused_by_flags_alone(tmp_path):
+    script = made(tmp_path, 'model = "t2v-A14B"\n').target("linux").folder / "train_x.sh"
+    data = re.sub(rb"(?<=--dit )\S+", b"", script.read_bytes()).replace(b"--dit ", b"")
+    found = [str(step) for _, step in scripts.parsed_steps(data, "sh") if isinstance(step, WangenError)]
+    assert found
+    assert all("the low-noise expert of t2v-A14B has no weights" in text for text in found)
 
 
 @pytest.mark.parametrize("task", ["t2v-A14B", "i2v-A14B"])

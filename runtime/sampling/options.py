@@ -26,7 +26,7 @@ from wangen.runtime.adapters import is_dora, read_adapter
 from wangen.runtime.devices import DTYPES, choose_dtype, require_compiler
 from wangen.runtime.fast.attention import choose_kernel
 from wangen.runtime.lora import nothing_matches, require_size
-from wangen.runtime.lora_folder import find_lora, has_lora, require_one_run
+from wangen.runtime.lora_folder import EXPERTS, find_lora, has_lora, require_one_run
 from wangen.runtime.memory.blocks import in_a_block
 from wangen.runtime.models import require_tile
 from wangen.runtime.sampling.scenes import Encoders
@@ -98,6 +98,10 @@ def _loras(options: Generate, model: Model) -> dict[str, Any]:
     if options.dit_high_noise and not high_noise:  # a run's folder has a LoRA of each
         found = [pair for pair in zip(given, multipliers, strict=True) if has_lora(pair[0], "high_noise")]
         high_noise, high_multipliers = tuple(path for path, _ in found), tuple(number for _, number in found)
+    else:
+        given, multipliers = _of_both(given, multipliers, high_noise, "low_noise")
+        high_multipliers = high_multipliers or (1.0,) * len(high_noise)
+        high_noise, high_multipliers = _of_both(high_noise, high_multipliers, options.lora_weight, "high_noise")
     loras = tuple(find_lora(path, "--lora_weight", expert) for path in given)
     high_loras = tuple(find_lora(path, "--lora_weight_high_noise", "high_noise") for path in high_noise)
     for path in given:
@@ -109,6 +113,22 @@ def _loras(options: Generate, model: Model) -> dict[str, Any]:
         "lora_weight_high_noise": high_loras,
         "lora_multiplier_high_noise": high_multipliers or (1.0,) * len(high_noise),
     }
+
+
+def _of_both(
+    given: tuple[Path, ...], multipliers: tuple[float, ...], others: tuple[Path, ...], expert: str
+) -> tuple[tuple[Path, ...], tuple[float, ...]]:
+    """The paths for an expert, and their strengths, without folders that hold LoRAs of the other one alone.
+
+    A folder that was given for both, as a script does, may be of a run that trained one of them.
+    """
+    (other,) = {*EXPERTS} - {expert}
+    lone = [path for path in given if path in others and has_lora(path, other) and not has_lora(path, expert)]
+    for path in lone:
+        log.warning("  %s holds a LoRA of the %s expert alone: the %s one stays as it is", path,
+                    other.replace("_", "-"), expert.replace("_", "-"))  # fmt: skip
+    kept = [pair for pair in zip(given, multipliers, strict=True) if pair[0] not in lone]
+    return tuple(path for path, _ in kept), tuple(number for _, number in kept)
 
 
 def _kernel(name: str, device: torch.device, dtype: str) -> str:

@@ -23,7 +23,7 @@ from wangen.generator.memory_presets import for_smaller_steps, require_fitting, 
 from wangen.generator.sample_prompts import MAX_STEPS, read_prompts
 from wangen.generator.steps import Train
 from wangen.generator.tasks import require_supported
-from wangen.generator.train_refusals import refuse_flags, refuse_more_blocks
+from wangen.generator.train_refusals import refuse_experts, refuse_flags, refuse_more_blocks
 from wangen.generator.unread_flags import unread
 from wangen.runtime.devices import require_compiler
 from wangen.runtime.lora_folder import find_lora, has_lora, require_one_run, written_by
@@ -181,7 +181,7 @@ def refuse_anywhere(options: Train, model: profiles.Model) -> None:
     """
     require_supported(model, "training")
     refuse_flags(options)
-    _refuse_experts(options, model)
+    refuse_experts(options, model)
     _refuse_samples(options, model)
     _refuse_continuations(options, model)
     make_schedule(options, MANY_STEPS)  # what it refuses of a run of any length
@@ -189,31 +189,6 @@ def refuse_anywhere(options: Train, model: profiles.Model) -> None:
     require_adapter(options, model)
     require_trackers(options)
     _expect_files(options, model)
-
-
-def _refuse_experts(options: Train, model: profiles.Model) -> None:
-    """An expert without its weights, and flags of experts for a model that has none."""
-    if model.experts is None:
-        if options.dit is None:
-            raise UsageError("train needs --dit", cure="the transformer's weights")
-        for name in ("dit_high_noise", "network_weights_high_noise", "high_noise_share"):
-            if getattr(options, name) is not None:
-                raise UsageError(f"--{name}: {model.name} has one transformer", cure="leave it out, or give its --task")
-        if options.experts != "both":
-            raise UsageError(f"--experts: {model.name} has one transformer", cure="leave it out")
-        return
-    if options.experts in ("both", "low") and options.dit is None:
-        raise UsageError(f"the low-noise expert of {model.name} has no weights",
-                         cure="give --dit, or train the other one alone with --experts high")  # fmt: skip
-    if options.experts in ("both", "high") and options.dit_high_noise is None:
-        cure = "give --dit_high_noise, or train the other one alone with --experts low"
-        boundary = options.timestep_boundary
-        assert boundary is not None, "they are resolved"
-        if options.dit and noise_of(options.dit) == "high":
-            cure = "--dit is named so: give it to --dit_high_noise, with --experts high to train it alone"
-        elif options.experts == "high" or options.min_timestep >= 1000 * boundary:
-            cure = "give its weights to --dit_high_noise, with --experts high to train it alone; --dit is the other's"
-        raise UsageError(f"the high-noise expert of {model.name} has no weights", cure=cure)
 
 
 def _refuse_samples(options: Train, model: profiles.Model) -> None:
