@@ -66,7 +66,9 @@ _FAMILIES = {"wan-transformer-": "a Wan transformer", "wan-vae-": "a Wan VAE"}
 """The beginning of several kinds -> what they have in common."""
 _OTHER_VISION = {1024: "ViT-L", 1408: "ViT-g", 1664: "ViT-bigG"}
 _DIT_FLAGS = ("--dit", "--dit_high_noise")
-_NOISE = re.compile(r"(?<![a-z])(high|low)(?:(?P<noise>[_ -]?noise)|(?![_ -]?vram))(?![a-z])", re.IGNORECASE)
+_NOISE = re.compile(
+    r"(?<![a-z])(high|low)(?:(?P<noise>[_ -]?noise)|(?![_ -]?(?:vram|quality|res)))(?![a-z])", re.IGNORECASE
+)
 _WAN_22 = re.compile(r"A14B|(?<!\d)2[._]2(?!\d)", re.IGNORECASE)
 _NUM_NAMES, _NAME_CHARACTERS = 3, 60
 
@@ -367,16 +369,18 @@ def _hint(kind: str, path: Path) -> str:
     return ""
 
 
-def noise_of(path: Path) -> str:
+def noise_of(path: Path, *, has_two: bool = False) -> str:
     """Which expert of Wan 2.2 a file is by its name or its folder's: `high`, `low`, or nothing.
 
-    The words say it with "noise", or in a name that says Wan 2.2: low_vram and high_quality are everywhere.
+    The words say it with "noise", or in a name that says Wan 2.2, or where something else says that the model `has_two`
+    experts: low_vram and high_quality are everywhere.
 
     >>> noise_of(Path("Wan2_2-T2V-A14B_HIGH_fp8_e4m3fn.safetensors")), noise_of(Path("low_noise_model/a.safetensors"))
     ('high', 'low')
     """
     for name in (path.name, path.parent.name):
-        for match in _NOISE.finditer(name):
-            if match["noise"] or _WAN_22.search(name):
-                return match[1].lower()
+        found = list(_NOISE.finditer(name))
+        sure = [match for match in found if match["noise"]] or (found if has_two or _WAN_22.search(name) else [])
+        if sure:
+            return sure[0][1].lower()
     return ""

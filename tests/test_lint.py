@@ -98,6 +98,9 @@ FLAGS = [
                       "preserve_distribution_shape": ""}, "starved", "--timestep_sampling", ["3.1 %", "shift 12"]),
     ("train", A14B | {"dit": "@high_bf16.safetensors", "dit_high_noise": "@low_bf16.safetensors"}, "experts",
      "--dit_high_noise", ["exchange"]),
+    ("train", A14B | {"dit_high_noise": "@t2v_low_bf16.safetensors"}, "experts", "--dit_high_noise", ["both are"]),
+    ("train", A14B | {"dit": "@high_noise_model/a.safetensors", "dit_high_noise": "@low_noise_model/a.safetensors"},
+     "experts", "--dit_high_noise", ["exchange"]),
     ("train", A14B | {"task": "t2v-14B"}, "experts", "--dit_high_noise", ["A14B"]),
     ("train", A14B | {"num_timestep_buckets": "10"}, "experts", "--num_timestep_buckets", ["not respected"]),
     ("train", A14B | {"blocks_to_swap": "20", "offload_inactive_dit": None}, "memory", "inactive_dit", ["keep one"]),
@@ -123,6 +126,9 @@ def test_a_wrong_flag_is_named_with_its_line_and_its_cure(shell, step, changes, 
 def test_right_scripts_have_no_findings(shell):
     assert findings(shell, script(shell)) == []
     assert findings(shell, script(shell, train=A14B)) == []
+    for low, high in (("wan2.2_t2v_low_noise_14B_highquality", "my_wan22_HN_workflow"), ("highland_wan22_ln", "b")):
+        named = {"dit": f"@{low}.safetensors", "dit_high_noise": f"@{high}.safetensors"}
+        assert findings(shell, script(shell, train=A14B | named)) == []
     assert findings(shell, script(shell, latents={"i2v": None}, train={"task": "i2v-A14B"} | {
         name: A14B[name] for name in ("dit", "dit_high_noise", "discrete_flow_shift")})) == []  # fmt: skip
 

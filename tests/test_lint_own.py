@@ -42,6 +42,16 @@ def test_what_training_would_refuse_is_said_before_it_runs(shell, line, kind, wo
 
 
 @pytest.mark.parametrize("shell", SHELLS)
+@pytest.mark.parametrize(("low", "high", "words"), [
+    ("a_high_noise.pth", "a_low_noise.pth", ["exchange them"]),
+    ("a_low_noise.pth", "b_low_noise.pth", ["both are weights of the low-noise expert"]),
+])  # fmt: skip
+def test_experts_that_seem_swapped_are_a_warning(shell, low, high, words):
+    line = f"{TRAIN} --task t2v-A14B --dit {low} --dit_high_noise {high}"
+    assert expect(shell, f"{line}\n", "experts", 1, *words).severity == "warning"
+
+
+@pytest.mark.parametrize("shell", SHELLS)
 @pytest.mark.parametrize("line", [
     f"{ONE} --sage_attn",
     f"{ONE} --train_mode full --network_module lora --network_dropout 0 --lora_layout comfyui --network_dim 16",

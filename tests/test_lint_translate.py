@@ -160,6 +160,14 @@ def test_one_expert_alone_is_told_by_its_timesteps_or_its_name(tmp_path, flags, 
     assert list(starts.values()) == [None]
 
 
+def test_experts_that_are_swapped_by_their_names_are_exchanged(tmp_path):
+    given = A14B | {"dit": A14B["dit_high_noise"], "dit_high_noise": A14B["dit"]}
+    done, check, train = fixed(tmp_path, **given)
+    assert ("low_noise" in str(train.dit), "high_noise" in str(train.dit_high_noise)) == (True, True)
+    assert (check.dit, check.dit_high_noise) == (train.dit, train.dit_high_noise)
+    assert any("the two experts were exchanged, by their names" in line for line in done.changed)
+
+
 def test_one_adapter_that_both_experts_had_starts_both(tmp_path):
     done, _, train = fixed(tmp_path, **A14B, network_weights="@start.safetensors")
     assert str(train.network_weights) == str(train.network_weights_high_noise) == "/ai/start.safetensors"

@@ -4,10 +4,11 @@ import math
 import re
 from collections.abc import Iterator
 from fnmatch import fnmatchcase
+from pathlib import Path
 
 from wangen import profiles
-from wangen.generator.kinds import KINDS
-from wangen.generator.lint.kinds import Finding
+from wangen.generator.kinds import KINDS, noise_of
+from wangen.generator.lint.kinds import Finding, Severity
 from wangen.generator.lint.script import Call, Script
 
 _BOUNDARY = {"t2v-A14B": 875, "i2v-A14B": 900}
@@ -160,9 +161,7 @@ def _both(call: Call, task: str) -> Iterator[Finding]:
         yield Finding("experts", line, f"--dit_high_noise belongs to the A14B models, the task is {task}",
                       "write --task t2v-A14B or i2v-A14B")  # fmt: skip
         return
-    if expert_of(call, "dit") == "high" or expert_of(call, "dit_high_noise") == "low":
-        yield Finding("experts", line, "--dit takes the low-noise transformer and --dit_high_noise the other one",
-                      "exchange them")  # fmt: skip
+    yield from swapped(call)
     boundary = call.number("timestep_boundary", _BOUNDARY[task])
     boundary = boundary / 1000 if boundary > 1 else boundary
     share = noisy_share(call, boundary)
@@ -176,6 +175,18 @@ def _both(call: Call, task: str) -> Iterator[Finding]:
     if call.given("num_timestep_buckets"):
         yield Finding("experts", call.line_of("num_timestep_buckets"), "--num_timestep_buckets is not respected "
                       "with two experts", "take it off", "warning")  # fmt: skip
+
+
+def swapped(call: Call, grave: Severity | None = None) -> Iterator[Finding]:
+    """Both experts by the names of their files: exchanged, or one of them given twice."""
+    named = expert_of(call, "dit"), expert_of(call, "dit_high_noise")
+    line = call.line_of("dit_high_noise")
+    if named[0] and named[0] == named[1]:
+        yield Finding("experts", line, f"by their names both are weights of the {named[0]}-noise expert",
+                      "give the low-noise transformer to --dit, the other one to --dit_high_noise", grave)  # fmt: skip
+    elif named[0] == "high" or named[1] == "low":
+        yield Finding("experts", line, "--dit takes the low-noise transformer and --dit_high_noise the other one",
+                      "exchange them", grave)  # fmt: skip
 
 
 def _one(call: Call, boundary: int) -> Iterator[Finding]:
@@ -199,9 +210,8 @@ def _one(call: Call, boundary: int) -> Iterator[Finding]:
 
 
 def expert_of(call: Call, flag: str) -> str:
-    """Which expert a weight file is by its name: `high`, `low` or nothing."""
-    name = re.split(r"[/\\]", call.value(flag) or "")[-1].lower()
-    return "high" if "high" in name else "low" if "low" in name else ""
+    """Which expert a weight file is by its name or its folder's: `high`, `low` or nothing."""
+    return noise_of(Path((call.value(flag) or "").replace("\\", "/")), has_two=True)
 
 
 def _known(call: Call, name: str) -> bool:

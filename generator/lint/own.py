@@ -7,6 +7,7 @@ from collections.abc import Iterator
 
 from wangen import profiles
 from wangen.generator.errors import UsageError
+from wangen.generator.lint.experts import swapped
 from wangen.generator.lint.kinds import Finding
 from wangen.generator.lint.script import UNKNOWN, Call, Script
 from wangen.generator.memory import preset_flags
@@ -99,6 +100,7 @@ def experts(script: Script) -> Iterator[Finding]:
                                   "take it off, or write the --task of the weights")  # fmt: skip
             needed = {"dit": "transformer"}
         else:
+            yield from swapped(call, "warning") if call.given("dit") and call.given("dit_high_noise") else ()
             chosen = call.value("experts") or "both"
             needed = {} if chosen == "high" else {"dit": "low-noise expert"}
             needed |= {} if chosen == "low" else {"dit_high_noise": "high-noise expert"}

@@ -129,6 +129,10 @@ def _one_expert(call: Call, changed: Say) -> dict[str, Any]:
     if model is None or model.experts is None or flag is None:
         return {}
     if call.given("dit_high_noise"):
+        if (expert_of(call, "dit"), expert_of(call, "dit_high_noise")) == ("high", "low"):
+            other = {"dit": "dit_high_noise", "dit_high_noise": "dit"}
+            call.flags = [replace(given, name=other.get(given.name, given.name)) for given in call.flags]
+            changed(f"line {flag.line}: the two experts were exchanged, by their names")
         if start:
             call.flags.append(replace(start, name="network_weights_high_noise"))
             changed(f"line {start.line}: both experts start from {start.spelled}, each an adapter of its own")
