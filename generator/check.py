@@ -197,11 +197,12 @@ def _incomplete(folder: Path) -> str:
 
 
 def _swapped(options: Check) -> str:
-    """What the names of two experts say, when it is the contrary of what they are given as."""
+    """What the headers or names of two experts say, when it is the contrary of what they are given as."""
     low, high = options.dit, options.dit_high_noise
-    if not (low and high and experts.seem_swapped(low, high)):
-        return ""
-    return f"--dit is named {low.name} and --dit_high_noise {high.name}: are they swapped? {experts.ORDER}"
+    with suppress(WangenError):  # a file that cannot be read is a finding of its own
+        if low and high and experts.seem_swapped(low, high):
+            return f"--dit is {low.name} and --dit_high_noise {high.name}: are they swapped? {experts.ORDER}"
+    return ""
 
 
 @dataclass

@@ -12,7 +12,7 @@ from wangen.generator.formats import Header, TensorInfo
 from wangen.generator.formats.raw import float8, read_numbers
 from wangen.generator.header_keys import EXPERT
 from wangen.generator.headers import identity, read_header
-from wangen.generator.kinds import noise_of
+from wangen.generator.kinds import expert_said, noise_of
 from wangen.generator.lora_config import lora_file
 from wangen.profiles import Model
 
@@ -108,8 +108,12 @@ def expect_two_experts(low: Path, high: Path) -> None:
 
 
 def seem_swapped(low: Path, high: Path) -> bool:
-    """Whether the names of both files say the other expert; names are a hint, no more."""
-    return (noise_of(low), noise_of(high)) == ("high", "low")
+    """Whether both files are the other expert by what `expert_of` finds; names are a hint, no more.
+
+    Raises:
+        WangenError: as `headers.read_header`.
+    """
+    return (expert_of(low, "--dit"), expert_of(high, "--dit_high_noise")) == ("high", "low")
 
 
 def expert_of(dit: Path, flag: str) -> str:
@@ -118,8 +122,7 @@ def expert_of(dit: Path, flag: str) -> str:
     Raises:
         WangenError: as `headers.read_header`.
     """
-    noted = read_header(dit, flag).metadata.get(EXPERT, "").removesuffix("_noise")
-    return noted if noted in ("low", "high") else noise_of(dit)
+    return expert_said(dit, read_header(dit, flag).metadata)
 
 
 def lora_of_the_other(path: Path, flag: str, own: str) -> str:

@@ -20,6 +20,7 @@ from wangen.generator import relatives
 from wangen.generator.companions import CLEAN_CONTROLS, TRANSFORMER_PREFIX, sort_out, strip_prefix
 from wangen.generator.errors import WangenError
 from wangen.generator.formats import Header
+from wangen.generator.header_keys import EXPERT
 from wangen.generator.headers import read_header, require_known_format, shards
 from wangen.generator.layouts import Layout, Shapes, layout_of, sizes_of
 from wangen.generator.tasks import supported
@@ -139,7 +140,7 @@ def examine(path: Path, flag: str = "") -> Facts:
         num_parameters=sum(math.prod(info.shape) for info in weights.values()),
         dtypes=dict(sorted(dtypes.items(), key=lambda item: -item[1])),
         quantisation=_quantisation(header, dtypes),
-        hint=_hint(judged.kind, files[0]),
+        hint=_hint(judged.kind, files[0], header.metadata),
         metadata=header.metadata,
         files=tuple(files),
         num_bytes=sum(file.stat().st_size for file in files),
@@ -360,13 +361,24 @@ def _quantisation(header: Header, dtypes: Mapping[str, int]) -> str:
     return {"I8": "int8", "U8": "packed in bytes"}.get(most, "")
 
 
-def _hint(kind: str, path: Path) -> str:
+def _hint(kind: str, path: Path, metadata: Mapping[str, str]) -> str:
     """What the name of a file says that its tensors cannot."""
     if kind == "wan-vae-2.1" and said_by_name(path) == QWEN:
         return "its name says Qwen-Image, whose VAE has the same tensors"
-    if kind in ("wan-transformer-t2v", "wan-transformer-i2v-2.2") and (noise := noise_of(path)):
-        return f"its name says {noise}-noise expert"
+    if kind in ("wan-transformer-t2v", "wan-transformer-i2v-2.2") and (noise := expert_said(path, metadata)):
+        return f"its {'header' if noted_expert(metadata) else 'name'} says {noise}-noise expert"
     return ""
+
+
+def noted_expert(metadata: Mapping[str, str]) -> str:
+    """Which expert training noted in the header of what it made: `high`, `low`, or nothing."""
+    noted = metadata.get(EXPERT, "").removesuffix("_noise")
+    return noted if noted in ("low", "high") else ""
+
+
+def expert_said(path: Path, metadata: Mapping[str, str]) -> str:
+    """Which expert a transformer is by its header, else by its name: `high`, `low`, or nothing."""
+    return noted_expert(metadata) or noise_of(path)
 
 
 def noise_of(path: Path, *, has_two: bool = False) -> str:

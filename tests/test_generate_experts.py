@@ -103,11 +103,19 @@ def test_one_expert_given_twice_is_refused_and_names_that_are_swapped_are_said(t
         generate.run(given)
     low = tmp_path / "low_noise.safetensors"
     save_file(load_file(dit), low)
-    for one, other, swapped in ((low, high, False), (high, low, True), (dit, low, False)):
+    files = {}
+    for name, noted in (("a", "low_noise"), ("b", "high_noise")):  # as `wangen export` merges them
+        files[noted] = tmp_path / f"{name}.safetensors"
+        save_file(load_file(low if name == "a" else high), files[noted], {"wangen.expert": noted})
+    noted_low, noted_high = files.values()
+    for one, other, swapped in (
+        (low, high, False), (high, low, True), (dit, low, False), (noted_high, noted_low, True),
+        (noted_low, noted_high, False),
+    ):  # fmt: skip
         caplog.clear()
         with pytest.raises(WangenError, match="far enough" if one != dit else "the same weights"):
             generate.run(replace(given, dit=one, dit_high_noise=other))
-        assert ("the names of --dit and --dit_high_noise say the other expert" in caplog.text) == swapped
+        assert ("--dit and --dit_high_noise are the other expert by their names or headers" in caplog.text) == swapped
 
 
 def test_transformers_that_take_turns_leave_room_for_the_vae(tiny_run, high, tmp_path, monkeypatch):

@@ -13,10 +13,10 @@ from wangen import profiles
 from wangen.generator.adapter_settings import loraplus_ratio
 from wangen.generator.edit_tasks import task_warning
 from wangen.generator.errors import UsageError
-from wangen.generator.experts import ORDER, choose_boundary, expect_two_experts, lora_of_the_other
+from wangen.generator.experts import ORDER, choose_boundary, expect_two_experts, expert_of, lora_of_the_other
 from wangen.generator.formats import Header
 from wangen.generator.headers import read_header
-from wangen.generator.kinds import expect, noise_of
+from wangen.generator.kinds import expect
 from wangen.generator.launch import Launch
 from wangen.generator.memory import LONG_TEXT
 from wangen.generator.memory_presets import for_smaller_steps, require_fitting, resolve_vram
@@ -263,8 +263,8 @@ def _warn_of_the_other_expert(options: Train) -> None:
             if start:
                 log.warning("  --%s is the %s-noise expert's, which is not trained: it is not used", lora, own)
             continue
-        if noise_of(path) == other:
-            log.warning("  --%s is named %s: is it the %s-noise expert? %s", dit, path.name, other, ORDER)
+        if expert_of(path, f"--{dit}") == other:
+            log.warning("  --%s is %s: is it the %s-noise expert? %s", dit, path.name, other, ORDER)
         if options.experts == "both" and starts and start is None:
             log.warning("  the %s-noise expert starts from nothing: its adapter would be --%s", own, lora)
         if start and (warning := lora_of_the_other(start, f"--{lora}", own)):
