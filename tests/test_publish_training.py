@@ -123,6 +123,7 @@ def test_one_expert_alone_needs_no_weights_of_the_other(tmp_path, capsys, expert
     assert main(["publish", "cats", "--workspace", str(tmp_path)]) == 0
     shown = capsys.readouterr().out
     assert f"{expert}_noise" in shown
+    assert f"wangen models download vae t5 {named} tokenizer --task t2v-A14B\n" in shown
     assert f"{'high' if expert == 'low' else 'low'}_noise" not in shown
 
 

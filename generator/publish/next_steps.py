@@ -19,9 +19,11 @@ from wangen.profiles import Model
 def say_next(place: Workspace, targets: Collection[Target], model: Model, slug: str) -> None:
     """What is still to be done: the weights that are not there, and the script to run."""
     missing: dict[str, list[str]] = {}
+    needed: dict[str, None] = {}
     lacks_tokenizer = False
     for target in targets:
         for weights in needed_weights(place, target, model):
+            needed[weights.flag] = None
             path = find_weights(target, weights)
             seen = target.reach(path)
             if weights.flag == "t5" and seen is not None:
@@ -35,7 +37,10 @@ def say_next(place: Workspace, targets: Collection[Target], model: Model, slug: 
     if lacks_tokenizer:
         click.echo(f"next: put the tokenizer, the folder {home_of(model)}, beside the text encoder")
     if missing or lacks_tokenizer:
-        click.echo(f"      or fetch them with: wangen models download {model.name}")
+        # Of two experts one may be trained alone.
+        all_of_it = needed.keys() == {weights.flag for weights in model.weights}
+        words = model.name if all_of_it else f"{' '.join(needed)} tokenizer --task {model.name}"
+        click.echo(f"      or fetch them with: wangen models download {words}")
         click.echo("      or say in wangen.toml, below [platform.NAME], where they are: models = 'C:/ComfyUI/models'")
         click.echo("      (found by their usual names in any folder there: wangen models list), then publish again")
     for picture in dict.fromkeys(name for target in targets for name in _pictures(place, target, model)):

@@ -132,7 +132,7 @@ def _digests(run: RunFiles) -> list[tuple[str, str]]:
             inputs = mapping({"fingerprint": json.loads(text)}, "fingerprint")
         except (ValueError, RecursionError):
             return []
-    return [(str(key), text_of(value)) for key, value in inputs.items()]
+    return [(str(key), text_of(value)) for key, value in inputs.items() if value is not None]  # None decided nothing
 
 
 def lora_table(run: RunFiles, use: Sequence[str]) -> Table | None:
