@@ -66,13 +66,15 @@ def test_the_folder_of_the_log_is_chosen(tiny_run: TinyRun, tmp_path):
 
 
 def test_runs_of_one_name_in_one_folder_do_not_hide_each_other(tiny_run: TinyRun, tmp_path):
-    given = [("a", 1.0), ("b", 2.0), ("deep/b", 3.0), ("b", 4.0)]
+    given = [("a", 1.0), ("b", 2.0), ("deep/b", 3.0)]
     for folder, loss in given:
         options = tiny_run.options(tmp_path / folder, log_with=("tensorboard",), logging_dir=tmp_path / "logs")
         with open_trackers(options, 0) as logs:
             logs.log(1, {"loss": loss})
     found = {name: scalars(tmp_path / "logs" / name)["train/loss"] for name in ("lora", "lora-b", "lora-b-2")}
-    assert found == {"lora": [(1, 1.0)], "lora-b": [(1, 4.0)], "lora-b-2": [(1, 3.0)]}
+    assert found == {"lora": [(1, 1.0)], "lora-b": [(1, 2.0)], "lora-b-2": [(1, 3.0)]}
+    again = tiny_run.options(tmp_path / "b", logging_dir=tmp_path / "logs")
+    assert trackers._name(again) == "lora-b", "what a run is called stays"
 
 
 def test_without_a_log_nothing_is_written(tiny_run: TinyRun, tmp_path):

@@ -11,7 +11,7 @@
 # You may change the values of the knobs below: publishing again keeps them. Any other edit makes publishing
 # leave this file as it is and write the new text beside it as train_example.sh.new.
 #
-# wangen-digest: 11117dd2634e49aa54c8b575e753c54d
+# wangen-digest: 2d68847dfebdd3eada5a967e03742129
 # Typographic quotes in a path or prompt are no typing errors.
 # shellcheck disable=SC1112
 # An editor for Windows may have put a carriage return behind every line: behind the first of these two, and hidden
@@ -24,8 +24,6 @@ set -euo pipefail
 # >>> knobs: letters, digits and . _ , + - only
 # check, cache_latents, cache_text, check_cache, train: which resolutions of the TOML to use: all, or for example 256,832x480 (published: 832x480)
 RESOLUTION='832x480'
-# train: which of two experts to train; one of both, high, low (published: both)
-EXPERTS='both'
 # train: rank of the adapter (published: 16)
 NETWORK_DIM='16'
 # train: alpha; the adapter is scaled by alpha / rank (published: 16.0)
@@ -111,7 +109,7 @@ wg_failed() {
   wg_stop "$2" "wangen: step $1 failed (exit code $2); its message stands above. Mend it and run this script again."
 }
 
-for wg_knob in RESOLUTION EXPERTS NETWORK_DIM NETWORK_ALPHA LEARNING_RATE LR_SCHEDULER OPTIMIZER_TYPE MAX_TRAIN_EPOCHS GRADIENT_ACCUMULATION_STEPS MIXED_PRECISION TIMESTEP_SAMPLING DISCRETE_FLOW_SHIFT SEED BLOCKS_TO_SWAP ATTENTION MAX_DATA_LOADER_N_WORKERS VAE_DTYPE T5_DTYPE VALIDATION_ITEMS NUM_WORKERS; do
+for wg_knob in RESOLUTION NETWORK_DIM NETWORK_ALPHA LEARNING_RATE LR_SCHEDULER OPTIMIZER_TYPE MAX_TRAIN_EPOCHS GRADIENT_ACCUMULATION_STEPS MIXED_PRECISION TIMESTEP_SAMPLING DISCRETE_FLOW_SHIFT SEED BLOCKS_TO_SWAP ATTENTION MAX_DATA_LOADER_N_WORKERS VAE_DTYPE T5_DTYPE VALIDATION_ITEMS NUM_WORKERS; do
   case ${!wg_knob} in
     '' | *[!A-Za-z0-9._,+-]*) wg_stop 2 "wangen: the knob $wg_knob may hold letters, digits and . _ , + - only" ;;
   esac
@@ -246,7 +244,7 @@ if [ -z "$wg_only" ] || [ "$wg_only" = train ]; then
     --resolution "$RESOLUTION" \
     --dit 'models/wan2.1_t2v_1.3B_bf16.safetensors' \
     --task t2v-1.3B \
-    --experts "$EXPERTS" \
+    --experts both \
     --condition_dropout 0.0 \
     --output_dir 'outputs/example' \
     --output_name example \

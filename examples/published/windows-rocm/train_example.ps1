@@ -12,7 +12,7 @@
 # You may change the values of the knobs below: publishing again keeps them. Any other edit makes publishing
 # leave this file as it is and write the new text beside it as train_example.ps1.new.
 #
-# wangen-digest: 8eb19b5357f173d2ed3e565c46a9d17f
+# wangen-digest: 7512573e10b265a4653eb0f33f10e15d
 Set-StrictMode -Version 2.0
 $ErrorActionPreference = 'Stop'
 $PSNativeCommandUseErrorActionPreference = $false
@@ -31,8 +31,6 @@ if (([System.Environment]::CommandLine -match '-Command.+Set-ExecutionPolicy -Sc
 # >>> knobs: letters, digits and . _ , + - only
 # check, cache_latents, cache_text, check_cache, train: which resolutions of the TOML to use: all, or for example 256,832x480 (published: 832x480)
 $RESOLUTION = '832x480'
-# train: which of two experts to train; one of both, high, low (published: both)
-$EXPERTS = 'both'
 # train: rank of the adapter (published: 16)
 $NETWORK_DIM = '16'
 # train: alpha; the adapter is scaled by alpha / rank (published: 16.0)
@@ -71,7 +69,7 @@ $VALIDATION_ITEMS = '0'
 $NUM_WORKERS = '1'
 # <<< knobs
 
-foreach ($WgKnob in @('RESOLUTION', 'EXPERTS', 'NETWORK_DIM', 'NETWORK_ALPHA', 'LEARNING_RATE', 'LR_SCHEDULER', 'OPTIMIZER_TYPE', 'MAX_TRAIN_EPOCHS', 'GRADIENT_ACCUMULATION_STEPS', 'MIXED_PRECISION', 'TIMESTEP_SAMPLING', 'DISCRETE_FLOW_SHIFT', 'SEED', 'BLOCKS_TO_SWAP', 'ATTENTION', 'MAX_DATA_LOADER_N_WORKERS', 'VAE_DTYPE', 'T5_DTYPE', 'VALIDATION_ITEMS', 'NUM_WORKERS')) {
+foreach ($WgKnob in @('RESOLUTION', 'NETWORK_DIM', 'NETWORK_ALPHA', 'LEARNING_RATE', 'LR_SCHEDULER', 'OPTIMIZER_TYPE', 'MAX_TRAIN_EPOCHS', 'GRADIENT_ACCUMULATION_STEPS', 'MIXED_PRECISION', 'TIMESTEP_SAMPLING', 'DISCRETE_FLOW_SHIFT', 'SEED', 'BLOCKS_TO_SWAP', 'ATTENTION', 'MAX_DATA_LOADER_N_WORKERS', 'VAE_DTYPE', 'T5_DTYPE', 'VALIDATION_ITEMS', 'NUM_WORKERS')) {
   if ([string](Get-Variable -Name $WgKnob -ValueOnly) -notmatch '\A[A-Za-z0-9._,+-]+\z') {
     Write-Host "wangen: the knob $WgKnob may hold letters, digits and . _ , + - only"
     exit 2
@@ -241,7 +239,7 @@ try {
       '--resolution', $RESOLUTION,
       '--dit', 'models\wan2.1_t2v_1.3B_bf16.safetensors',
       '--task', 't2v-1.3B',
-      '--experts', $EXPERTS,
+      '--experts', 'both',
       '--condition_dropout', '0.0',
       '--output_dir', 'outputs\example',
       '--output_name', 'example',

@@ -14,14 +14,12 @@ rem Python is taken from WANGEN_PYTHON (full path of python.exe), the virtual en
 rem You may change the values of the knobs below: publishing again keeps them. Any other edit makes publishing
 rem leave this file as it is and write the new text beside it as train_example.bat.new.
 rem
-rem wangen-digest: 14c2bd311c0ae0cf1a1e9e2f76110ef6
+rem wangen-digest: b577201ca068328a3f0c441b44f0c36f
 chcp 65001 >nul 2>&1
 
 rem >>> knobs: letters, digits and . _ , + - only
 rem check, cache_latents, cache_text, check_cache, train: which resolutions of the TOML to use: all, or for example 256,832x480 (published: 832x480)
 set "RESOLUTION=832x480"
-rem train: which of two experts to train; one of both, high, low (published: both)
-set "EXPERTS=both"
 rem train: rank of the adapter (published: 16)
 set "NETWORK_DIM=16"
 rem train: alpha; the adapter is scaled by alpha / rank (published: 16.0)
@@ -224,7 +222,7 @@ echo wangen: step 5 of 6: train
   "--resolution" "%RESOLUTION%" ^
   "--dit" "models\wan2.1_t2v_1.3B_bf16.safetensors" ^
   "--task" "t2v-1.3B" ^
-  "--experts" "%EXPERTS%" ^
+  "--experts" "both" ^
   "--condition_dropout" "0.0" ^
   "--output_dir" "outputs\example" ^
   "--output_name" "example" ^
