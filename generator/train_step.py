@@ -376,6 +376,7 @@ class Train(DatasetStep):
         changes = {
             **super()._smoke_changes(),
             "output_dir": self.output_dir / SMOKE,
+            "logging_dir": self.logging_dir and self.logging_dir / SMOKE,
             "max_train_steps": SMOKE_STEPS,
             "max_train_epochs": None,
             "fresh": True,
@@ -384,8 +385,7 @@ class Train(DatasetStep):
             "sample_continuations": min(self.sample_continuations, 1),
         }
         if self.high_noise_share is not None and 0 < self.high_noise_share < 1:
-            one_step = 1 / SMOKE_STEPS
-            changes["high_noise_share"] = min(max(self.high_noise_share, one_step), 1 - one_step)
+            changes["high_noise_share"] = min(max(self.high_noise_share, 1 / SMOKE_STEPS), 1 - 1 / SMOKE_STEPS)
         if self.lr_scheduler == "warmup_stable_decay":
             changes |= {"lr_warmup_steps": _as_steps(self.lr_warmup_steps, "0"),
                         "lr_decay_steps": _as_steps(self.lr_decay_steps, "1")}  # fmt: skip

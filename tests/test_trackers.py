@@ -3,6 +3,7 @@
 import errno
 import os
 import sys
+from dataclasses import replace
 from types import ModuleType, SimpleNamespace
 
 import pytest
@@ -75,6 +76,7 @@ def test_runs_of_one_name_in_one_folder_do_not_hide_each_other(tiny_run: TinyRun
     assert found == {"lora": [(1, 1.0)], "lora-b": [(1, 2.0)], "lora-b-2": [(1, 3.0)]}
     again = tiny_run.options(tmp_path / "b", logging_dir=tmp_path / "logs")
     assert trackers._name(again) == "lora-b", "what a run is called stays"
+    assert replace(again, smoke=True).effective().logging_dir == tmp_path / "logs" / "smoke"
 
 
 def test_without_a_log_nothing_is_written(tiny_run: TinyRun, tmp_path):
