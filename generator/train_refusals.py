@@ -267,8 +267,12 @@ def refuse_experts(options: Train, model: profiles.Model) -> None:
         raise UsageError(f"the high-noise expert of {model.name} has no weights", cure=cure)
 
 
-def judged(step: AnyStep) -> AnyStep:
+def judged(step: AnyStep, *, has_weights: bool = True) -> AnyStep:
     """A step as it is, if its flags can go together on any machine.
+
+    Args:
+        step: any.
+        has_weights: what it trains must be named; else the user is told to add it.
 
     Raises:
         UsageError: it trains, and no run can have its flags.
@@ -277,5 +281,6 @@ def judged(step: AnyStep) -> AnyStep:
         model = profiles.model(step.task)
         refuse_flags(step)
         refuse_more_blocks(step, model.transformer.num_layers)
-        refuse_experts(step, model)
+        if has_weights:
+            refuse_experts(step, model)
     return step

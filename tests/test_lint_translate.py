@@ -160,6 +160,15 @@ def test_one_expert_alone_is_told_by_its_timesteps_or_its_name(tmp_path, flags, 
     assert list(starts.values()) == [None]
 
 
+def test_a_script_that_names_no_transformer_is_translated_all_the_same(tmp_path):
+    """What it lacks is said of the new script."""
+    path = tmp_path / "my_run.sh"
+    path.write_bytes(encode("sh", script("sh", train=A14B | {"dit": OUT})))
+    fix(lint.read(path))
+    (found,) = lint.lint(lint.read(tmp_path / "train_cats.sh"))
+    assert (found.kind, "the low-noise expert of t2v-A14B has no weights" in found.found) == ("missing-flag", True)
+
+
 def test_experts_that_are_swapped_by_their_names_are_exchanged(tmp_path):
     given = A14B | {"dit": A14B["dit_high_noise"], "dit_high_noise": A14B["dit"]}
     done, check, train = fixed(tmp_path, **given)

@@ -145,7 +145,7 @@ def _bundle(script: Script, training: Call | None, result: Fixed) -> tuple[str, 
     for kind in _ORDER:
         step = _step(kind, values, _run_files(shared) if kind in whole else shared, result)
         if step is not None and not (kind is Train and training is None):
-            steps.append(step if kind in whole else judged(step))
+            steps.append(step if kind in whole else judged(step, has_weights=False))
     return name, slug, tuple(steps)
 
 
