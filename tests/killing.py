@@ -155,6 +155,8 @@ def fork(work: Callable[[], int]) -> int:
     gc.freeze()  # garbage of the parent with threads of its own would wait for them, and abort
     if compiler := sys.modules.get("torch._inductor.async_compile"):
         compiler.AsyncCompile.pool.cache_clear()  # its threads stay with the parent, and would be waited for
+    if torch := sys.modules.get("torch"):
+        torch.set_num_threads(torch.get_num_threads())  # makes its pool anew: of two threads that do so, one may fail
     try:
         with Path(os.devnull).open("w") as silence:
             sys.stdout = sys.stderr = silence
