@@ -196,7 +196,9 @@ def _picture_edit(note: Note, data: bytes) -> str:
     """Why a picture beside sample prompts is to stay, in words; empty where it may go."""
     if manifest.digest_of(data) != note.digest:
         return "changed in the bundle"
-    return "" if Path(note.origin).is_file() else f"the only copy: {note.origin} is gone"
+    origin = Path(os.path.realpath(note.origin))  # it may lie in a bundle itself, or be a link into one
+    stays = origin.is_file() and PROMPTS not in origin.parts
+    return "" if stays else f"the only copy: {note.origin} is gone or lies in a bundle"
 
 
 def _look_at_setup(found: Inventory, seen: _Seen) -> None:
