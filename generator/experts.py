@@ -8,11 +8,10 @@ from pathlib import Path
 
 from wangen.generator.companions import strip_prefix
 from wangen.generator.errors import UsageError, WangenError
+from wangen.generator.expert_names import expert_said, noise_of, noted_expert
 from wangen.generator.formats import Header, TensorInfo
 from wangen.generator.formats.raw import float8, read_numbers
-from wangen.generator.header_keys import EXPERT
 from wangen.generator.headers import identity, read_header
-from wangen.generator.kinds import expert_said, noise_of
 from wangen.generator.lora_config import lora_file
 from wangen.profiles import Model
 
@@ -137,8 +136,8 @@ def lora_of_the_other(path: Path, flag: str, own: str) -> str:
         WangenError: as `headers.read_header`.
     """
     other = {"low": "high", "high": "low"}[own]
-    noted = read_header(lora_file(path), flag).metadata.get(EXPERT)
-    if noted == f"{other}_noise":
+    noted = noted_expert(read_header(lora_file(path), flag).metadata)
+    if noted == other:
         return f"{flag} {path} was trained for the {other}-noise expert"
     named = not noted and noise_of(Path(path.name)) == other  # a folder may say high and low
     return f"{flag} {path} is by its name for the {other}-noise expert" if named else ""

@@ -9,7 +9,6 @@ is given as a hint, no more.
 
 import json
 import math
-import re
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
@@ -19,8 +18,8 @@ from wangen import profiles
 from wangen.generator import relatives
 from wangen.generator.companions import CLEAN_CONTROLS, TRANSFORMER_PREFIX, sort_out, strip_prefix
 from wangen.generator.errors import WangenError
+from wangen.generator.expert_names import expert_said, noted_expert
 from wangen.generator.formats import Header
-from wangen.generator.header_keys import EXPERT
 from wangen.generator.headers import read_header, require_known_format, shards
 from wangen.generator.layouts import Layout, Shapes, layout_of, sizes_of
 from wangen.generator.tasks import supported
@@ -67,10 +66,6 @@ _FAMILIES = {"wan-transformer-": "a Wan transformer", "wan-vae-": "a Wan VAE"}
 """The beginning of several kinds -> what they have in common."""
 _OTHER_VISION = {1024: "ViT-L", 1408: "ViT-g", 1664: "ViT-bigG"}
 _DIT_FLAGS = ("--dit", "--dit_high_noise")
-_NOISE = re.compile(
-    r"(?<![a-z])(high|low)(?:(?P<noise>[_ -]?noise)|(?![_ -]?(?:vram|quality|res)))(?![a-z])", re.IGNORECASE
-)
-_WAN_22 = re.compile(r"A14B|(?<!\d)2[._]2(?!\d)", re.IGNORECASE)
 _NUM_NAMES, _NAME_CHARACTERS = 3, 60
 
 
@@ -367,32 +362,4 @@ def _hint(kind: str, path: Path, metadata: Mapping[str, str]) -> str:
         return "its name says Qwen-Image, whose VAE has the same tensors"
     if kind in ("wan-transformer-t2v", "wan-transformer-i2v-2.2") and (noise := expert_said(path, metadata)):
         return f"its {'header' if noted_expert(metadata) else 'name'} says {noise}-noise expert"
-    return ""
-
-
-def noted_expert(metadata: Mapping[str, str]) -> str:
-    """Which expert training noted in the header of what it made: `high`, `low`, or nothing."""
-    noted = metadata.get(EXPERT, "").removesuffix("_noise")
-    return noted if noted in ("low", "high") else ""
-
-
-def expert_said(path: Path, metadata: Mapping[str, str]) -> str:
-    """Which expert a transformer is by its header, else by its name: `high`, `low`, or nothing."""
-    return noted_expert(metadata) or noise_of(path)
-
-
-def noise_of(path: Path, *, has_two: bool = False) -> str:
-    """Which expert of Wan 2.2 a file is by its name or its folder's: `high`, `low`, or nothing.
-
-    The words say it with "noise", or in a name that says Wan 2.2, or where something else says that the model `has_two`
-    experts: low_vram and high_quality are everywhere.
-
-    >>> noise_of(Path("Wan2_2-T2V-A14B_HIGH_fp8_e4m3fn.safetensors")), noise_of(Path("low_noise_model/a.safetensors"))
-    ('high', 'low')
-    """
-    for name in (path.name, path.parent.name):
-        found = list(_NOISE.finditer(name))
-        sure = [match for match in found if match["noise"]] or (found if has_two or _WAN_22.search(name) else [])
-        if sure:
-            return sure[0][1].lower()
     return ""

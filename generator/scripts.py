@@ -179,7 +179,7 @@ def merge(old: bytes, bundle: Bundle, shell: str, name: str) -> tuple[bytes, boo
 
     A value is the user's when it differs from the one published in `old`, so a new default reaches every script
     whose user did not touch that knob. `old` has to stay when it was edited elsewhere, or when a knob that the user
-    changed does not exist any more and no step has its value now.
+    changed does not exist any more and not every step that has such a flag has its value now.
     """
     known = {knob.name for knob in _knobs(bundle, shell)[0]}
     try:
@@ -187,10 +187,14 @@ def merge(old: bytes, bundle: Bundle, shell: str, name: str) -> tuple[bytes, boo
     except WangenError:
         changed = {}
     kept = {knob: value for knob, value in changed.items() if knob in known}
-    gone = [(knob.lower(), value) for knob, value in changed.items() if knob not in known]
-    lost = any(all(text_of(getattr(step, field, None)) != value for step in bundle.steps) for field, value in gone)
+    lost = any(_values(bundle, knob) != {value} for knob, value in changed.items() if knob not in known)
     made, stays = render(bundle, shell, name, kept), not untouched(old) or lost
     return made if stays else with_remarks(made, old), stays
+
+
+def _values(bundle: Bundle, knob: str) -> set[str]:
+    """What the steps that have the flag of a knob give it."""
+    return {text_of(getattr(step, knob.lower())) for step in bundle.steps if hasattr(step, knob.lower())}
 
 
 def _knobs(bundle: Bundle, shell: str) -> tuple[list[Knob], dict[tuple[str, str], str]]:

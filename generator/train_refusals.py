@@ -8,8 +8,8 @@ from pathlib import Path
 from wangen import profiles
 from wangen.generator.adapter_settings import loraplus_ratio, settings_of_flags
 from wangen.generator.errors import UsageError
+from wangen.generator.expert_names import noise_of
 from wangen.generator.experts import choose_boundary
-from wangen.generator.kinds import noise_of
 from wangen.generator.steps import Train
 from wangen.generator.table import AnyStep
 from wangen.generator.table import options as flags_of

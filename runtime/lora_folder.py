@@ -176,9 +176,9 @@ def require_one_run(folder: Path, chosen: Container[Path]) -> None:
 
 
 def has_lora(path: Path, expert: str) -> bool:
-    """Whether a path is a run's folder with a LoRA that is named by an expert; no file is opened."""
+    """Whether a path is a run's folder with a LoRA that is named by an expert, or by none; no file is opened."""
     names = (_NAME.fullmatch(file.stem) for file in path.glob("*.safetensors")) if _is_run(path) else ()
-    return any(name["expert"] == expert for name in names if name)
+    return any((name["expert"] or "") == expert for name in names if name)
 
 
 def _is_run(path: Path) -> bool:

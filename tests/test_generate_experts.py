@@ -1,6 +1,7 @@
 """`generate` with the LoRAs of two experts: which a run's folder means, and what is said of those that do not fit."""
 
 import json
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -80,6 +81,11 @@ def test_a_folder_for_both_may_have_one_experts_lora(tiny_run, lora, tmp_path, c
     assert found.lora_multiplier_high_noise == ((0.5, 0.25) if trained == "high_noise" else (0.5,))
     words = f"holds a LoRA of the {trained} expert alone: the {other} one stays as it is".replace("_", "-")
     assert words in caplog.text.replace(str(folder), "")
+    caplog.clear()
+    save_file(load_file(lora), folder / "b.safetensors")  # named for none, and so for either
+    with suppress(WangenError):  # it is another run
+        resolved(given, profiles.model("t2v-A14B"), CPU)
+    assert "alone" not in caplog.text
 
 
 @pytest.mark.usefixtures("far_enough")

@@ -101,7 +101,7 @@ def test_what_is_named_no_more_or_by_another_dataset_too(place: Path, capsys: py
     (place / "second.png").unlink()
     run(place, "clean", "dogs", "--bundle")
     assert pictures(place) == {"second.png"}
-    assert f"the only copy: {place / 'second.png'} is gone or lies in a bundle" in capsys.readouterr().out
+    assert f"the only copy: {place / 'second.png'} is gone or lies in the bundle" in capsys.readouterr().out
 
 
 def test_prompts_that_the_user_edited_keep_their_pictures(place: Path):
@@ -120,3 +120,63 @@ def test_a_picture_that_leads_out_or_is_not_there_is_named(place: Path, name: st
     run(place, "publish", "cats")
     assert f"next: put {name}, which the sample prompts name" in capsys.readouterr().out
     assert pictures(place) == set()
+
+
+def test_another_datasets_first_publish_knows_what_was_published(place: Path, capsys: pytest.CaptureFixture[str]):
+    write_tree(place, {"datasets/dogs/y.jpg": image_bytes(), "datasets/dogs/y.txt": "a dog"})
+    run(place, "publish", "cats")
+    (place / "second.png").write_bytes(b"third")
+    run(place, "publish", "dogs")
+    assert (beside(place) / "second.png").read_bytes() == b"third"
+    assert "edited by hand" not in capsys.readouterr().out
+
+
+def test_beside_edited_prompts_new_pictures_go_on_arriving(place: Path, capsys: pytest.CaptureFixture[str]):
+    run(place, "publish", "cats")
+    prompts = beside(place) / "cats_linux.txt"
+    prompts.write_text(prompts.read_text().replace("A cat.", "A kitten."))
+    for content in (b"v2", b"v3", b"v4"):
+        (place / "second.png").write_bytes(content)
+        run(place, "publish", "cats")
+        assert (beside(place) / "second.png").read_bytes() == content
+    assert "second.png was edited" not in capsys.readouterr().out
+    (place / "told/p.txt").write_text(prompts.read_text())  # with the notes in it
+    (place / "second.png").write_bytes(b"v5")
+    run(place, "publish", "cats")
+    assert (beside(place) / "second.png").read_bytes() == b"v5"
+
+
+@pytest.mark.parametrize("how", ["a link", "in the bundle", "prompts of the user"])
+def test_the_only_copy_and_what_other_prompts_name_stay(place: Path, how: str):
+    run(place, "publish", "cats")
+    published = beside(place) / "second.png"
+    if how == "a link":
+        (place / "second.png").unlink()
+        (place / "second.png").symlink_to(published)
+    elif how == "in the bundle":
+        (beside(place) / "own.txt").write_text("A cat. --i second.png\n")
+        text = TOML.replace("told/p.txt", "published/linux/files/prompts/own.txt")
+        (place / "wangen.toml").write_text(text)
+        (place / "second.png").unlink()
+    else:
+        (beside(place) / "my.txt").write_text("A cow. --i second.png\n")
+    run(place, "publish", "cats", "--platform", "linux")
+    run(place, "clean", "cats", "--bundle")
+    assert published.read_bytes() == b"second"
+
+
+@pytest.mark.parametrize("text", ["A cat. --i cats_linux.txt\n", "A cat. --i empty.png\n"])
+def test_what_is_no_picture_is_not_published(place: Path, text: str):
+    write_tree(place, {"told/cats_linux.txt": "no picture", "empty.png": b""})
+    (place / "told/p.txt").write_text(text)
+    run(place, "publish", "cats")
+    assert pictures(place) == set()
+    assert "A cat." in (beside(place) / "cats_linux.txt").read_text()
+
+
+def test_publishing_again_changes_nothing_beside_a_picture_of_the_user(place: Path):
+    write_tree(beside(place), {"second.png": b"the user's"})
+    run(place, "publish", "cats")
+    prompts = (beside(place) / "cats_linux.txt").read_bytes()
+    run(place, "publish", "cats")
+    assert (beside(place) / "cats_linux.txt").read_bytes() == prompts

@@ -88,6 +88,17 @@ def test_one_expert_alone_is_no_knob_and_a_turned_one_is_not_taken_over(tmp_path
         assert (train.experts, train.dit is None, train.dit_high_noise is None) == (expert, taken, not taken)
 
 
+def test_a_shared_knob_that_was_turned_is_not_lost_where_it_becomes_two(tmp_path):
+    script = made(tmp_path, "").target("linux").folder / "train_x.sh"
+    turned = re.sub(rb"(NUM_WORKERS=)'\d+'", rb"\1'8'", script.read_bytes())
+    script.write_bytes(turned)
+    made(tmp_path, "[steps.cache_latents]\nnum_workers = 8\n")
+    assert script.read_bytes() == turned
+    assert {"NUM_WORKERS_CACHE_LATENTS", "NUM_WORKERS_CACHE_TEXT"} <= scripts.read_knobs(
+        script.with_name("train_x.sh.new").read_bytes()
+    ).keys()
+
+
 def test_a_script_that_lacks_the_weights_of_an_expert_it_trains_is_refused_by_flags_alone(tmp_path):
     script = made(tmp_path, 'model = "t2v-A14B"\n').target("linux").folder / "train_x.sh"
     data = re.sub(rb"(?<=--dit )\S+", b"", script.read_bytes()).replace(b"--dit ", b"")

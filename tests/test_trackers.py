@@ -76,6 +76,8 @@ def test_runs_of_one_name_in_one_folder_do_not_hide_each_other(tiny_run: TinyRun
     assert found == {"lora": [(1, 1.0)], "lora-b": [(1, 2.0)], "lora-b-2": [(1, 3.0)]}
     again = tiny_run.options(tmp_path / "b", logging_dir=tmp_path / "logs")
     assert trackers._name(again) == "lora-b", "what a run is called stays"
+    (tmp_path / "link").symlink_to(tmp_path / "b")
+    assert trackers._name(replace(again, output_dir=tmp_path / "link")) == "lora-b", "however it is spelled"
     assert replace(again, smoke=True).effective().logging_dir == tmp_path / "logs" / "smoke"
 
 

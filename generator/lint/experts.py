@@ -7,7 +7,8 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 
 from wangen import profiles
-from wangen.generator.kinds import KINDS, noise_of
+from wangen.generator.expert_names import noise_of
+from wangen.generator.kinds import KINDS
 from wangen.generator.lint.kinds import Finding, Severity
 from wangen.generator.lint.script import Call, Script
 

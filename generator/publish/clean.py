@@ -20,8 +20,8 @@ from wangen.generator.publish import layout, manifest, prompt_pictures
 from wangen.generator.publish.deploy import TEMPORARY, prefix
 from wangen.generator.publish.inventory import Inventory, Part, entries_of
 from wangen.generator.publish.manifest import Record
-from wangen.generator.publish.prompt_pictures import Note
-from wangen.generator.publish.texts import PROMPT_ENDINGS, beside, toml_file
+from wangen.generator.publish.prompt_pictures import PROMPT_ENDINGS, Note
+from wangen.generator.publish.texts import beside, toml_file
 from wangen.generator.publish.written import look_at_cache, look_at_clips, look_at_outputs
 from wangen.generator.setup.scripts import script_name
 from wangen.generator.signing import unedited
@@ -175,30 +175,38 @@ def _prompts(target: Target, slug: str) -> list[Path]:
 
 def _look_at_pictures(found: Inventory, folder: Path, seen: _Seen) -> None:
     """Pictures that the dataset's sample prompts name, and no prompts that stay."""
-    notes: dict[str, Note] = {}
+    notes: dict[str, list[Note]] = {}
     stay: set[str] = set()
-    texts = (path for path in entries_of(folder) if path.name.removesuffix(".new").endswith(PROMPT_ENDINGS))
-    for path in texts:
-        with suppress(OSError):
+    for path in prompt_pictures.prompts_in(folder):
+        with suppress(OSError, WangenError):
             data = path.read_bytes()
             if path in seen.prompts and unedited(data):
-                notes |= prompt_pictures.read(data)
+                for name, note in prompt_pictures.read(data):
+                    notes.setdefault(name, []).append(note)
             else:
-                stay |= prompt_pictures.read(data).keys()
-    for name, note in notes.items():
+                stay |= {name for name, _ in prompt_pictures.read(data)}
+                stay |= {*prompt_pictures.named(path)}
+    for name, own in notes.items():
         if name not in stay and seen.first(folder / name):
             for picture in (folder / name, beside(folder / name)):
-                _judge_text(found, picture, partial(_picture_edit, note))
+                _judge_text(found, picture, partial(_picture_edit, own, folder.parent))
             found.folders["bundle"].append((folder / name).parent)
 
 
-def _picture_edit(note: Note, data: bytes) -> str:
-    """Why a picture beside sample prompts is to stay, in words; empty where it may go."""
-    if manifest.digest_of(data) != note.digest:
+def _picture_edit(notes: Iterable[Note], files: Path, data: bytes) -> str:
+    """Why a picture beside sample prompts is to stay, in words; empty where it may go.
+
+    Args:
+        notes: of what was published there.
+        files: of the bundle, in which an original may be removed as well.
+        data: of the picture.
+    """
+    note = next((note for note in notes if note.digest == manifest.digest_of(data)), None)
+    if note is None:
         return "changed in the bundle"
-    origin = Path(os.path.realpath(note.origin))  # it may lie in a bundle itself, or be a link into one
-    stays = origin.is_file() and PROMPTS not in origin.parts
-    return "" if stays else f"the only copy: {note.origin} is gone or lies in a bundle"
+    origin = Path(os.path.realpath(note.origin))  # it may lie in the bundle itself, or be a link into it
+    stays = origin.is_file() and not origin.is_relative_to(os.path.realpath(files))
+    return "" if stays else f"the only copy: {note.origin} is gone or lies in the bundle"
 
 
 def _look_at_setup(found: Inventory, seen: _Seen) -> None:

@@ -28,7 +28,7 @@ from wangen.generator.paths import toml_path
 from wangen.generator.publish import prompt_pictures
 from wangen.generator.publish.beside import CONTROLS, MASKS
 from wangen.generator.publish.manifest import digest_of
-from wangen.generator.publish.prompt_pictures import Note
+from wangen.generator.publish.prompt_pictures import PROMPT_ENDINGS, Note
 from wangen.generator.resolutions import resolution_name
 from wangen.generator.setup import scripts as setup_scripts
 from wangen.generator.setup import wheel
@@ -37,9 +37,6 @@ from wangen.generator.target import Target
 from wangen.generator.tomls import write_dataset
 from wangen.generator.workspace import FILE, Workspace
 from wangen.profiles import Model, Platform
-
-PROMPT_ENDINGS = (".txt", ".toml")
-"""Prompt files that can carry a comment."""
 
 
 @dataclass(frozen=True)
@@ -184,29 +181,32 @@ def prompts_texts(workspace: Workspace, target: Target, model: Model, slug: str)
     # An option that none has is refused by the line of the workspace's own file.
     origins = prompt_pictures.origins(file, workspace.folder)
     path = target.folder / "files" / PROMPTS / prompts_name(slug, target, file)
-    known = {**prompt_pictures.read(_read(beside(path))), **prompt_pictures.read(_read(path))}
-    pictures, notes = [], {}
+    known = {other: [*prompt_pictures.read(_read(other) or b"")] for other in prompt_pictures.prompts_in(path.parent)}
+    published = {(name, note.digest) for notes in known.values() for name, note in notes}
+    # What these prompts no longer name is still theirs.
+    old = [*known.get(path, ()), *known.get(beside(path), ())]
+    notes = {name: note for name, note in old if (name, note.digest) == (name, _digest_at(path.parent / name))}
+    pictures = []
     for name, origin in origins.items():
-        data = _read(origin) or b""
+        data, place = _read(origin) or b"", path.parent / name
         notes[name] = Note(digest_of(data), str(origin))
-        pictures.append(_picture(path.parent / name, data, known.get(name)))
-    # What the prompts no longer name is still ours.
-    notes = {name: note for name, note in known.items() if _holds(path.parent / name, note)} | notes
+        pictures.append(_picture(place, data, is_ours=(name, _digest_at(place)) in published))
     head = f"# sample prompts of {slug}, published from {file.name}\n{prompt_pictures.written(notes)}"
     return [_signed_text(path, signed(head + text)), *pictures]
 
 
-def _picture(path: Path, data: bytes, known: Note | None) -> Text:
-    """A picture that prompts name; `known` is what was published there."""
+def _picture(path: Path, data: bytes, *, is_ours: bool) -> Text:
+    """A picture that prompts name; `is_ours`: what is there was published."""
     old = _read(path)
-    if old is None or old == data or (known and digest_of(old) == known.digest):
+    if old is None or old == data or is_ours:
         return replace(_plain(path, old, data, 0o644), shared=True)
     return replace(_kept(path, data, 0o644, lambda _: False), shared=True)
 
 
-def _holds(path: Path, note: Note) -> bool:
-    old = _read(path)
-    return old is not None and digest_of(old) == note.digest
+def _digest_at(path: Path) -> str:
+    """Of a picture; empty where there is none."""
+    data = _read(path)
+    return "" if data is None else digest_of(data)
 
 
 def dataset_toml(target: Target, model: Model, slug: str, items: Iterable[Item], settings: DatasetSettings) -> str:

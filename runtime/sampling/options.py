@@ -35,6 +35,9 @@ from wangen.runtime.training.adapter_config import changeable_weights
 
 log = logging.getLogger("wangen")
 
+_Pair = tuple[Path, float]
+"""A LoRA, or a run's folder, and its strength."""
+
 MAX_SHIFT = 1e6
 _FLOAT32_MAX = 3.4e38
 OTHER_MEDIA = (IMAGE_SUFFIXES | VIDEO_SUFFIXES | {".gif", ".apng"}) - {".mp4", ".png"}
@@ -93,42 +96,40 @@ def _loras(options: Generate, model: Model) -> dict[str, Any]:
         WangenError: a folder has no LoRA that fits, or only those of several runs.
     """
     expert = "low_noise" if model.experts else ""
-    given, multipliers = options.lora_weight, options.lora_multiplier or (1.0,) * len(options.lora_weight)
-    high_noise, high_multipliers = options.lora_weight_high_noise, options.lora_multiplier_high_noise
-    if options.dit_high_noise and not high_noise:  # a run's folder has a LoRA of each
-        found = [pair for pair in zip(given, multipliers, strict=True) if has_lora(pair[0], "high_noise")]
-        high_noise, high_multipliers = tuple(path for path, _ in found), tuple(number for _, number in found)
+    low = _pairs(options.lora_weight, options.lora_multiplier)
+    high = _pairs(options.lora_weight_high_noise, options.lora_multiplier_high_noise)
+    if options.dit_high_noise and not high:  # a run's folder has a LoRA of each
+        high = [pair for pair in low if has_lora(pair[0], "high_noise")]
     else:
-        given, multipliers = _of_both(given, multipliers, high_noise, "low_noise")
-        high_multipliers = high_multipliers or (1.0,) * len(high_noise)
-        high_noise, high_multipliers = _of_both(high_noise, high_multipliers, options.lora_weight, "high_noise")
-    loras = tuple(find_lora(path, "--lora_weight", expert) for path in given)
-    high_loras = tuple(find_lora(path, "--lora_weight_high_noise", "high_noise") for path in high_noise)
-    for path in given:
-        if path in high_noise:
-            require_one_run(path, loras + high_loras)
+        low, high = _without_lone(low, high, "low_noise"), _without_lone(high, low, "high_noise")
+    loras = tuple(find_lora(path, "--lora_weight", expert) for path, _ in low)
+    high_loras = tuple(find_lora(path, "--lora_weight_high_noise", "high_noise") for path, _ in high)
+    for path in {path for path, _ in low} & {path for path, _ in high}:
+        require_one_run(path, loras + high_loras)
     return {
         "lora_weight": loras,
-        "lora_multiplier": multipliers,
+        "lora_multiplier": tuple(strength for _, strength in low),
         "lora_weight_high_noise": high_loras,
-        "lora_multiplier_high_noise": high_multipliers or (1.0,) * len(high_noise),
+        "lora_multiplier_high_noise": tuple(strength for _, strength in high),
     }
 
 
-def _of_both(
-    given: tuple[Path, ...], multipliers: tuple[float, ...], others: tuple[Path, ...], expert: str
-) -> tuple[tuple[Path, ...], tuple[float, ...]]:
-    """The paths for an expert, and their strengths, without folders that hold LoRAs of the other one alone.
+def _pairs(paths: Sequence[Path], strengths: Sequence[float]) -> list[_Pair]:
+    return list(zip(paths, strengths or (1.0,) * len(paths), strict=True))
 
-    A folder that was given for both, as a script does, may be of a run that trained one of them.
+
+def _without_lone(own: list[_Pair], others: list[_Pair], expert: str) -> list[_Pair]:
+    """What is given for an expert, without folders, given for both, that hold LoRAs of the other one alone.
+
+    So a script gives the folder of a run that trained one of them.
     """
     (other,) = {*EXPERTS} - {expert}
-    lone = [path for path in given if path in others and has_lora(path, other) and not has_lora(path, expert)]
-    for path in lone:
-        log.warning("  %s holds a LoRA of the %s expert alone: the %s one stays as it is", path,
-                    other.replace("_", "-"), expert.replace("_", "-"))  # fmt: skip
-    kept = [pair for pair in zip(given, multipliers, strict=True) if pair[0] not in lone]
-    return tuple(path for path, _ in kept), tuple(number for _, number in kept)
+    lone = {path for path, _ in others if has_lora(path, other) and not any(has_lora(path, e) for e in (expert, ""))}
+    for path, _ in own:
+        if path in lone:
+            log.warning("  %s holds a LoRA of the %s expert alone: the %s one stays as it is", path,
+                        other.replace("_", "-"), expert.replace("_", "-"))  # fmt: skip
+    return [pair for pair in own if pair[0] not in lone]
 
 
 def _kernel(name: str, device: torch.device, dtype: str) -> str:

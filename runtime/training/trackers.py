@@ -170,7 +170,7 @@ def _name(options: Train) -> str:
     """
     if options.logging_dir is None:
         return options.output_name
-    own, name = options.output_dir.absolute(), options.output_name
+    own, name = options.output_dir.resolve(), options.output_name
     for other in chain((name, f"{name}-{own.name}"), (f"{name}-{own.name}-{number}" for number in count(2))):
         owner = _folder(options) / f"{other}.folder"
         with suppress(FileExistsError), owner.open("x", encoding="utf-8") as file:
