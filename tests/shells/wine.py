@@ -145,9 +145,10 @@ class Site:
         for _ in range(2):
             self.library.record.unlink(missing_ok=True)
             done = run(["cmd", "/c", self.script.name, *words], self.folder, self.library.env | env)
-            # Rarely (once in some thousand starts) wine 8's cmd says this of a program that is there. What a script of
-            # ours lets cmd take for a program by mistake is that every time, and so the second time too.
-            if "Can't recognize '" not in done.stderr:
+            # Rarely (once in some thousand starts) wine 8's cmd says this of a program that is there, or ends at once
+            # and says nothing, where every way through a script of ours says something. What a script lets cmd take for
+            # a program by mistake, and a script that breaks cmd, do so every time, and so the second time too.
+            if done.stdout and "Can't recognize '" not in done.stderr:
                 break
         return done
 
