@@ -286,7 +286,7 @@ class Train(DatasetStep):
     )
     validation_timesteps: int = flag("timesteps at which every held-out item is judged", 8)
     validate_every_n_steps: int | None = flag("steps between two validations (default: once an epoch)", None, knob=True)
-    keep_best: bool = flag("keep the LoRA with the lowest validation loss as -best", False)
+    keep_best: bool = flag("keep the LoRA, or the --ema_decay average, with the lowest validation loss as -best", False)
     sample_prompts: Path | None = flag(
         "samples on the way: a prompt file, .txt (a prompt per line, then --w --h --f --d --s …), .toml or .json", None
     )

@@ -311,3 +311,19 @@ def test_an_average_that_is_better_than_the_best_is_said(tmp_path, average, is_s
     lines[-1]["validation"]["mean_ema"] = average
     found = verdict_of(write_metrics(tmp_path, [step_line(6), *lines]))
     assert any("averaged weights of step 6 have 0.14000" in line for line in found.against) is is_said
+
+
+@pytest.mark.parametrize("averaged", [True, False])
+def test_a_best_of_averaged_weights_is_the_one_to_use(tmp_path, averaged):
+    lines = [validation_line(3, 0.15), validation_line(6, 0.17)]
+    lines[-1]["validation"]["mean_ema"] = 0.14
+    folder = write_metrics(tmp_path, [step_line(6), *lines])
+    header = {"ss_steps": "6"} | ({"wangen.averaged": "0.9"} if averaged else {})
+    save_file({}, folder / "cats-best.safetensors", header)
+    save_file({}, folder / "cats-step00000003.safetensors", {"ss_steps": "3"})
+    found = verdict_of(folder)
+    assert found.use == (("cats-best.safetensors",) if averaged else ("cats-step00000003.safetensors",))
+    told = "0.14000 by the averaged weights of step 6, which the best file holds"
+    assert (told in found.because[0]) is averaged
+    assert any("averaged weights of step 6" in line for line in found.against) is not averaged
+    assert not any("no file was kept" in line for line in found.against)

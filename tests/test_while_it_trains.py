@@ -1,10 +1,13 @@
 """Looking at a run changes no byte of it: validation, samples and logs."""
 
 import json
+import math
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import load_file
 from tiny import TinyRun
 from train_cases import EXPERTS, cut_off, make_cases, measured
 
@@ -12,8 +15,10 @@ from wangen.generator.errors import UsageError
 from wangen.generator.steps import CacheText
 from wangen.runtime import cache_text, train
 from wangen.runtime.continuations import Quality
+from wangen.runtime.lora_folder import told_by
 from wangen.runtime.training import continuing
 from wangen.runtime.training.ranks import Ranks
+from wangen.runtime.training.validation import Validation, is_better
 
 
 def test_a_run_that_is_looked_at_ends_with_the_same_bytes(tiny_run: TinyRun, tmp_path):
@@ -45,6 +50,35 @@ def test_a_run_that_is_looked_at_ends_with_the_same_bytes(tiny_run: TinyRun, tmp
     means = {line["step"]: line["validation"]["mean_adapter"] for line in lines if "validation" in line}
     assert sorted(means) == [0, 1, 2, 3, 4]
     assert (tmp_path / "watched" / "lora-best.safetensors").is_file()
+
+
+@pytest.mark.parametrize(("loss", "average", "lowest"), [
+    (0.5, 0.6, 0.5), (0.5, 0.4, 0.4), (0.5, 0.5, 0.5), (math.nan, 0.4, 0.4), (0.5, None, 0.5),
+])  # fmt: skip
+def test_an_average_that_is_lower_counts_in_the_adapters_place(loss, average, lowest):
+    found = Validation((), 1.0, loss, average, 1, loss - 1, None, 0)
+    assert (found.lowest, found.is_average_better) == (lowest, lowest != loss)
+    assert is_better(found, 0.45) is (lowest < 0.45)
+
+
+@pytest.mark.parametrize(("rate", "wins"), [(1.0, True), (1e-3, False)])
+def test_the_best_is_the_average_where_that_is_better(tiny_run, tmp_path, rate, wins):
+    report = train.run(tiny_run.options(
+        tmp_path, max_train_steps=6, validation_items=1, validation_timesteps=2, validate_every_n_steps=1,
+        keep_best=True, ema_decay=0.9, save_every_n_steps=1, learning_rate=rate,
+    ))  # fmt: skip
+    judged = {
+        (line["validation"][f"mean_{which}"], line["step"], which)
+        for line in measured(tmp_path) if "validation" in line and line["step"] for which in ("adapter", "ema")
+    }  # fmt: skip
+    loss, step, which = min(judged)
+    assert (which == "ema") is wins
+    assert report.result["best"][""] == {"loss": loss, "step": step, "file": "lora-best.safetensors"}
+    number, ending = f"-step{step:08d}" if step < 6 else "", "-ema" if wins else ""
+    same = tmp_path / f"lora{number}{ending}.safetensors"
+    best = load_file(tmp_path / "lora-best.safetensors")
+    assert all(torch.equal(value, best[key]) for key, value in load_file(same).items())
+    assert ("wangen.averaged" in told_by(tmp_path / "lora-best.safetensors")) is wins
 
 
 @pytest.mark.slow

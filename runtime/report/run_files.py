@@ -10,7 +10,7 @@ from typing import Any
 from wangen.generator.errors import UsageError, WangenError, many
 from wangen.generator.files import is_file
 from wangen.generator.formats.safetensors import read_safetensors
-from wangen.generator.header_keys import RUN_STEPS, TASK, TRAIN_MODE
+from wangen.generator.header_keys import AVERAGED, RUN_STEPS, TASK, TRAIN_MODE
 from wangen.generator.run_folder import METRICS, SAMPLE_LIST, SAMPLES
 from wangen.runtime.evaluation_file import FILE as EVALUATION
 from wangen.runtime.evaluation_file import Checkpoint, Evaluation, read_evaluation
@@ -280,7 +280,7 @@ def _loras(folder: Path, name: str, problems: list[str]) -> Iterator[Lora]:
         told = match["step"] or metadata.get(RUN_STEPS) or metadata.get("ss_steps", "")
         on_the_way = "set aside" if match["kept"] else "on the way" if match["step"] or match["epoch"] else "finished"
         what = "best" if match["best"] else on_the_way
-        what += ", average" if match["ema"] else ""
+        what += ", average" if match["ema"] or AVERAGED in metadata else ""
         step = int(told) if told.isdecimal() else None
         yield Lora(path, (match["expert"] or "")[1:], step, what, path.stat().st_size, metadata)
 

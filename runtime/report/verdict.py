@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from statistics import NormalDist
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from wangen.generator.errors import many
 from wangen.runtime.evaluation_file import Evaluation, Row
@@ -182,27 +182,54 @@ def _judge_expert(run: RunFiles, expert: str) -> _Judged | None:
     step, told = min(trained, key=lambda point: point[1]["mean_adapter"])
     of = f"{expert.replace('_', ' ')}: " if expert else ""
     delta, error, against = told.get("delta"), told.get("standard_error"), []
-    file = _nearest_file(run.loras, expert, step)
-    if step == 0:
+    average = _lower_average(trained, told["mean_adapter"])
+    kept = _kept_average(run.loras, expert, average.step) if average else None
+    file = kept or _nearest_file(run.loras, expert, step)
+    if step == 0 and not average:
         against.append(f"{of}training made the LoRA that it began from no better")
-    if step == 0 and file and file.step:
+    if step == 0 and not kept and file and file.step:
         file = None
-    elif file and file.step != step:
+    elif file and file.step != step and not kept:
         against.append(f"{of}no file was kept of step {step}, the best one; {file.file.name} is of step {file.step}")
     if told["mean_adapter"] < trained[-1][1]["mean_adapter"]:
         against.append(f"{of}after step {step} the held-out loss rose: it began to learn by heart")
-    last, end = trained[-1]
-    if is_number(average := end.get("mean_ema")) and average < told["mean_adapter"]:
-        against.append(f"{of}the averaged weights of step {last} have {average:.5f}, which is less: by that the file "
-                       "that ends in -ema is better")  # fmt: skip
+    if average and not kept:
+        where = ": by that the file that ends in -ema is better" if average.step == trained[-1][0] else ""
+        against.append(f"{of}the averaged weights of step {average.step} have {average.loss:.5f}, which is less{where}")
     if not is_number(error):
         against.append(f"{of}one held-out file, or clips of one video, is too few to tell a difference from chance")
     return _Judged(
         clearly_better=is_number(delta) and is_number(error) and delta < -_errors_apart(len(trained)) * error,
-        because=of + _in_words(step, told),
+        because=of
+        + _in_words(step, told)
+        + (
+            f"; {average.loss:.5f} by the averaged weights of step {average.step}, which the best file holds"
+            if average and kept
+            else ""
+        ),
         against=tuple(against),
         use=file.file.name if file else "",
     )
+
+
+class _Average(NamedTuple):
+    """Averaged weights that were judged: at which step, and their mean loss."""
+
+    step: int
+    loss: float
+
+
+def _lower_average(trained: Sequence[tuple[int, Mapping[str, Any]]], loss: float) -> _Average | None:
+    """The best averaged weights of all validations, if their loss is lower than this one."""
+    averages = [_Average(step, value) for step, told in trained if is_number(value := told.get("mean_ema"))]
+    lowest = min(averages, key=lambda average: average.loss, default=None)
+    return lowest if lowest and lowest.loss < loss else None
+
+
+def _kept_average(loras: Sequence[Lora], expert: str, step: int) -> Lora | None:
+    """An expert's `-best` that holds the averaged weights of a step (`--keep_best` with `--ema_decay`)."""
+    wanted = expert, "best, average", step
+    return next((lora for lora in loras if (lora.expert, lora.what, lora.step) == wanted), None)
 
 
 def _errors_apart(comparisons: int) -> float:

@@ -2,7 +2,8 @@
 
 import logging
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -215,41 +216,50 @@ def save_loras(run: Run, suffix: str = "") -> list[Path]:
     require_own_folder(run)
     written = []
     for trainee in run.trainees:
-        with trainee.optimization.evaluating():
-            written += save_trained(run, trainee, trainee.parameters, suffix)
+        written += save_trained(run, trainee, suffix)
         if trainee.ema:
-            written += save_trained(run, trainee, trainee.ema.weights(), suffix + AVERAGE)
+            written += save_trained(run, trainee, suffix + AVERAGE, averaged=True)
         elif not suffix and run.ranks.is_first:
             set_old_average_aside(run.plan, trainee.plan)
     return written
 
 
-def save_trained(
-    run: Run, trainee: Trainee, parameters: Mapping[str, torch.Tensor], suffix: str, judged_at: str = ""
-) -> list[Path]:
-    """Write what these parameters of an expert are; the first process does, and all of them have to ask.
+def save_trained(run: Run, trainee: Trainee, suffix: str, judged_at: str = "", *, averaged: bool = False) -> list[Path]:
+    """Write what an expert has learned; the first process does, and all of them have to ask.
 
     Args:
         run: whose steps stand in the header.
         trainee: the expert.
-        parameters: of it, by name.
         suffix: of the file's name.
         judged_at: of a best one, a digest of the points at which it was judged.
+        averaged: its average in place of the weights as they are.
     """
-    if trainee.sharded:
-        dtype = getattr(torch, run.plan.options.save_precision)
-        whole: dict[str, torch.Tensor] = {}
-        for name, value in trainee.sharded.gathered(parameters):
-            if run.ranks.is_first:
-                whole[name] = cast(value.detach().cpu(), dtype, name)
-        parameters = whole
-    steps = trainee.step, run.step
-    if not run.ranks.is_first:
-        return []
-    return save_lora(run.plan, trainee.plan, parameters, steps, suffix, judged_at)
+    with _as_saved(trainee, averaged=averaged) as parameters:
+        if trainee.sharded:
+            dtype = getattr(torch, run.plan.options.save_precision)
+            whole: dict[str, torch.Tensor] = {}
+            for name, value in trainee.sharded.gathered(parameters):
+                if run.ranks.is_first:
+                    whole[name] = cast(value.detach().cpu(), dtype, name)
+            parameters = whole
+        if not run.ranks.is_first:
+            return []
+        steps = trainee.step, run.step
+        return save_lora(run.plan, trainee.plan, parameters, steps, suffix, judged_at, averaged=averaged)
 
 
-def save_best(run: Run, trainee: Trainee, judged_at: str, *, anew: bool) -> bool:
+@contextmanager
+def _as_saved(trainee: Trainee, *, averaged: bool) -> Iterator[Mapping[str, torch.Tensor]]:
+    """Within: the parameters of an expert as its optimizer has them saved, or their average."""
+    if averaged:
+        assert trainee.ema
+        yield trainee.ema.weights()
+        return
+    with trainee.optimization.evaluating():
+        yield trainee.parameters
+
+
+def save_best(run: Run, trainee: Trainee, judged_at: str, *, anew: bool, averaged: bool) -> bool:
     """Write an expert's best; False where the system refuses, as while a program has it open, which is told.
 
     Args:
@@ -257,13 +267,13 @@ def save_best(run: Run, trainee: Trainee, judged_at: str, *, anew: bool) -> bool
         trainee: the expert.
         judged_at: a digest of the points at which it was judged.
         anew: there is none yet that was judged at these points; one of others is set aside.
+        averaged: its average is what is best.
     """
     refused = False
     try:
         if anew and run.ranks.is_first:
             set_old_best_aside(run.plan, trainee.plan, judged_at)
-        with trainee.optimization.evaluating():
-            save_trained(run, trainee, trainee.parameters, BEST, judged_at)
+        save_trained(run, trainee, BEST, judged_at, averaged=averaged)
     except (WangenError, OSError) as error:
         if run.is_sharded:  # the others may wait for this one's part
             raise
@@ -283,7 +293,7 @@ def save_state_as_loras(plan: Plan, state: TrainingState) -> list[Path]:
         steps = saved.step, state.step
         written += save_lora(plan, expert, saved.adapter, steps)
         if saved.ema:
-            written += save_lora(plan, expert, saved.ema, steps, AVERAGE)
+            written += save_lora(plan, expert, saved.ema, steps, AVERAGE, averaged=True)
         else:
             set_old_average_aside(plan, expert)
     return written
@@ -306,10 +316,11 @@ def save_lora(
     steps: tuple[int, int],
     suffix: str = "",
     judged_at: str = "",
+    *,
+    averaged: bool = False,
 ) -> list[Path]:
     """Write what these parameters of an expert are after so many own and common steps, in every layout asked for."""
     step, run_step = steps
-    averaged = suffix.endswith(AVERAGE)
     header = metadata(plan, expert.name, step=step, run_step=run_step, judged_at=judged_at, averaged=averaged)
     if plan.options.train_mode == "full":
         tensors = family(plan.model).saved_tensors(parameters, expert.dit)

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from wangen.generator.errors import many
 from wangen.generator.files import replace
-from wangen.generator.header_keys import FINGERPRINT, JUDGED_AT, RUN_STEPS
+from wangen.generator.header_keys import AVERAGED, FINGERPRINT, JUDGED_AT, RUN_STEPS
 from wangen.runtime.lora_folder import AVERAGE, BEST, KEPT, LAYOUTS, steps_of_epoch, told_by
 from wangen.runtime.training.plan import ExpertPlan, Plan
 
@@ -85,7 +85,7 @@ def _set_aside(plan: Plan, expert: ExpertPlan, path: Path, told: Mapping[str, st
     step = told.get(RUN_STEPS) or told.get("ss_steps", "")
     if plan.options.fresh or not step.isdecimal():
         return
-    average = AVERAGE if path.stem.endswith(AVERAGE) else ""
+    average = AVERAGE if AVERAGED in told else ""
     stem = plan.file(expert).stem
     found = {layout: file for layout in ("", *(f"-{layout}" for layout in LAYOUTS))
              if (file := path.with_stem(path.stem + layout)).is_file()}  # fmt: skip

@@ -95,6 +95,16 @@ class Validation:
     standard_error: float | None
     num_better: int
 
+    @property
+    def is_average_better(self) -> bool:
+        """Whether the averaged weights have the lower mean loss; of equal ones they have not."""
+        return self.mean_ema is not None and not self.mean_adapter <= self.mean_ema  # also where it is not a number
+
+    @property
+    def lowest(self) -> float:
+        """The mean loss of the adapter or of its average, whichever is lower."""
+        return self.mean_ema if self.mean_ema is not None and self.is_average_better else self.mean_adapter
+
     def as_record(self) -> dict[str, Any]:
         """As a line of `metrics.jsonl`."""
         return {"validation": asdict(self)}
@@ -223,13 +233,13 @@ def _at(losses: Losses, number: int) -> float:
 
 
 def is_better(validation: Validation, best: float | None) -> bool:
-    """Whether `--keep_best` keeps this adapter; of equal ones the earlier stays, and what is not finite never is best.
+    """Whether `--keep_best` keeps what was judged; of equal ones the earlier stays, what is not finite never is best.
 
     Args:
-        validation: of the adapter as it is now.
+        validation: of the adapter, and of its average if there is one, as they are now.
         best: the mean loss of the best one so far, None before the first.
     """
-    return math.isfinite(validation.mean_adapter) and (best is None or validation.mean_adapter < best)
+    return math.isfinite(validation.lowest) and (best is None or validation.lowest < best)
 
 
 @contextlib.contextmanager

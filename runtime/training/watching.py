@@ -318,7 +318,7 @@ class Watching:
         return self._run.step % every == 0 or self._run.step >= self._run.num_steps
 
     def _validate(self, number: int) -> None:
-        """Judge an expert by the held-out items, and keep it when it is the best so far."""
+        """Judge an expert by the held-out items, and keep it or its average when that is the best so far."""
         trainee = self._run.activate(number)
         facts, name = self._run.facts, trainee.plan.name
         bases = facts.setdefault(VALIDATION_BASE, {})
@@ -390,9 +390,10 @@ class Watching:
         best = self._run.facts.setdefault(BEST_SO_FAR, {})
         before = best.get(trainee.plan.name)
         better = is_better(found, before["loss"] if before else None)
-        if better and save_best(self._run, trainee, judged, anew=before is None):
+        how = {"anew": before is None, "averaged": found.is_average_better}
+        if better and save_best(self._run, trainee, judged, **how):
             file = self._plan.file(trainee.plan, BEST)
-            best[trainee.plan.name] = {"loss": found.mean_adapter, "step": self._run.step, "file": file.name}
+            best[trainee.plan.name] = {"loss": found.lowest, "step": self._run.step, "file": file.name}
 
 
 def _group(expert: str) -> str:
