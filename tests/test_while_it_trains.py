@@ -53,7 +53,7 @@ def test_a_run_that_is_looked_at_ends_with_the_same_bytes(tiny_run: TinyRun, tmp
 
 
 @pytest.mark.parametrize(("loss", "average", "lowest"), [
-    (0.5, 0.6, 0.5), (0.5, 0.4, 0.4), (0.5, 0.5, 0.5), (math.nan, 0.4, 0.4), (0.5, None, 0.5),
+    (0.5, 0.6, 0.5), (0.5, 0.4, 0.4), (0.5, 0.5, 0.5), (math.nan, 0.4, 0.4), (0.5, math.nan, 0.5), (0.5, None, 0.5),
 ])  # fmt: skip
 def test_an_average_that_is_lower_counts_in_the_adapters_place(loss, average, lowest):
     found = Validation((), 1.0, loss, average, 1, loss - 1, None, 0)

@@ -200,13 +200,7 @@ def _judge_expert(run: RunFiles, expert: str) -> _Judged | None:
         against.append(f"{of}one held-out file, or clips of one video, is too few to tell a difference from chance")
     return _Judged(
         clearly_better=is_number(delta) and is_number(error) and delta < -_errors_apart(len(trained)) * error,
-        because=of
-        + _in_words(step, told)
-        + (
-            f"; {average.loss:.5f} by the averaged weights of step {average.step}, which the best file holds"
-            if average and kept
-            else ""
-        ),
+        because=of + _in_words(step, told) + (average.as_kept() if average and kept else ""),
         against=tuple(against),
         use=file.file.name if file else "",
     )
@@ -217,6 +211,10 @@ class _Average(NamedTuple):
 
     step: int
     loss: float
+
+    def as_kept(self) -> str:
+        """The end of a sentence, where they are what was kept."""
+        return f"; {self.loss:.5f} by the averaged weights of step {self.step}, which the best file holds"
 
 
 def _lower_average(trained: Sequence[tuple[int, Mapping[str, Any]]], loss: float) -> _Average | None:

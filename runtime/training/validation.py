@@ -98,7 +98,9 @@ class Validation:
     @property
     def is_average_better(self) -> bool:
         """Whether the averaged weights have the lower mean loss; of equal ones they have not."""
-        return self.mean_ema is not None and not self.mean_adapter <= self.mean_ema  # also where it is not a number
+        if self.mean_ema is None:
+            return False
+        return self.mean_ema < self.mean_adapter or not math.isfinite(self.mean_adapter)
 
     @property
     def lowest(self) -> float:
