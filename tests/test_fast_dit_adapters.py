@@ -141,6 +141,47 @@ def test_swapped_blocks_pass_gradients_on_to_adapters_of_text_and_time(outer: st
     assert largest_error(gradients, wanted) < 1e-5
 
 
+def test_frozen_halves_of_adapters_come_with_their_swapped_blocks():
+    """As in LoRA-FA, or a second adapter that is not trained: what is frozen waits in host memory with the base."""
+    model, inputs = adapted(small(2)), noisy(2, 1, 8, 8)
+    for name, parameter in trained(model).items():
+        parameter.requires_grad_("lora_A" not in name)
+    wanted = exact(model, inputs)[1]
+    _, gradients = step(model, fast(model, BlockSwap(model, 2, CPU), checkpointing="full"), inputs)
+    assert len(wanted) == 20
+    assert largest_error(gradients, wanted) < 1e-5
+
+
+def test_dropout_in_the_projection_of_the_text_drops_of_each_row_by_itself():
+    model, inputs = adapted(small(1), "dropout", targets=r".*text_embedder\.linear_2"), noisy(1, 1, 8, 8)
+    torch.manual_seed(0)
+    output, gradients = step(model, fast(model), inputs)
+    torch.manual_seed(0)
+    wanted_output, wanted = step(model, plain(model), inputs)
+    assert max_abs(output, wanted_output) < 1e-5
+    assert largest_error(gradients, wanted) < 1e-5
+
+
+def test_dropout_that_begins_between_steps_is_seen():
+    model, inputs = adapted(vectors_model("dit_t2v21"), "dropout"), inputs_of("dit_t2v21")
+    layers = [module for module in model.modules() if isinstance(module, torch.nn.Dropout) and module.p]
+
+    def output(velocity) -> torch.Tensor:
+        torch.manual_seed(0)
+        return inputs(velocity)
+
+    for layer in layers:
+        layer.p = 0.0
+    velocity = fast(model)
+    with torch.no_grad():
+        whole = output(velocity)
+        for layer in layers:
+            layer.p = 0.5
+        dropped, anew = output(velocity), output(fast(model))
+    assert torch.equal(dropped, anew)
+    assert max_abs(dropped, whole) > 1e-3
+
+
 def test_an_adapter_of_the_times_takes_a_base_in_bfloat16():
     model, inputs = adapted(small(1, torch.bfloat16), targets=r".*time_proj"), noisy(1, 1, 8, 8)
     output, gradients = step(model, fast(model), inputs)

@@ -222,7 +222,8 @@ class FastWan(FastModel):
 
     def _pad_copies(self) -> int:
         """Keys that stand for a text's padding; 0 keeps every row, as where each loses other numbers to dropout."""
-        layers = (layer for block in self._transformer.blocks for layer in (block.attn2.to_k, block.attn2.to_v))
+        layers = list(self._transformer.condition_embedder.text_embedder.children())
+        layers += [layer for block in self._transformer.blocks for layer in (block.attn2.to_k, block.attn2.to_v)]
         dropouts = (one for layer in layers if isinstance(layer, LoraLinear) for one in layer.lora_dropout.values())
         return self._kernel.pad_copies if self._compute.tricks.collapse_text and not any(map(drops, dropouts)) else 0
 

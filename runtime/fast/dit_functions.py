@@ -168,14 +168,12 @@ class Adapters:
     Attributes:
         num_layers: how many layers share the input.
         present: numbers of the layers that have one, and the adapters.
-        ranks: theirs.
         trained: `down` and `up` of each, one after the other.
     """
 
     def __init__(self, each: Sequence[LowRank | None]) -> None:
         self.num_layers = len(each)
         self.present = [(number, adapter) for number, adapter in enumerate(each) if adapter is not None]
-        self.ranks = [adapter.down.shape[0] for _, adapter in self.present]
         self.trained = [tensor for _, adapter in self.present for tensor in (adapter.down, adapter.up)]
 
     def down(self) -> Tensor:
@@ -220,7 +218,10 @@ class Adapters:
 
     def _of_each(self, joined: Tensor, dim: int) -> Sequence[Tensor]:
         """What of (R, …) or (T, R) is each adapter's."""
-        return [joined] if len(self.ranks) == 1 else joined.split_with_sizes(self.ranks, dim)
+        if len(self.present) == 1:
+            return [joined]
+        # Read when it is used: frozen ones of a swapped block have no rows before they come.
+        return joined.split_with_sizes([adapter.down.shape[0] for _, adapter in self.present], dim)
 
 
 def adapted(

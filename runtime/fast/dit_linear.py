@@ -227,12 +227,12 @@ def _state(module: nn.Module) -> object:
     parts: dict[str, Any] = module._modules  # quicker than asking for attributes, which was half of this
     downs, ups, dropouts = (parts[name]._modules for name in ("lora_A", "lora_B", "lora_dropout"))
     adapters = [
-        (name, *map(id, (downs[name]._parameters["weight"], ups[name]._parameters["weight"], dropouts[name])),
+        (name, *map(id, (downs[name]._parameters["weight"], ups[name]._parameters["weight"])), drops(dropouts[name]),
          module.scaling[name])
         for name in module.active_adapters
         if name in downs
     ]  # fmt: skip
-    return _places(parts["base_layer"]), adapters, module.disable_adapters, module.merged, module.training
+    return _places(parts["base_layer"]), adapters, module.disable_adapters, module.merged
 
 
 def _places(layer: nn.Module) -> list[tuple[int, bool]]:
