@@ -358,10 +358,12 @@ def test_a_flag_that_the_version_of_a_state_did_not_have_was_at_its_default():
 
 def test_what_is_written_of_a_finished_state_says_the_steps_of_each_expert_and_of_the_run(monkeypatch):
     written: list[object] = []
-    monkeypatch.setattr(saving, "save_lora", lambda _plan, expert, *told: written.append((expert.name, *told)) or [])
+    monkeypatch.setattr(
+        saving, "save_lora", lambda _plan, expert, *told, **how: written.append((expert.name, *told, *how)) or []
+    )
     monkeypatch.setattr(saving, "set_old_average_aside", lambda _plan, expert: written.append(expert.name))
     experts = {"high_noise": ExpertState(2, {}, {}, {}, {"a": 1}), "low_noise": ExpertState(3, {}, {}, {}, {})}
     plan = SimpleNamespace(experts=[SimpleNamespace(name=name) for name in experts])
     saving.save_state_as_loras(plan, TrainingState(experts, {}, {}))
-    assert written == [("high_noise", {}, (2, 5)), ("high_noise", {"a": 1}, (2, 5), "-ema"),
+    assert written == [("high_noise", {}, (2, 5)), ("high_noise", {"a": 1}, (2, 5), "-ema", "averaged"),
                        ("low_noise", {}, (3, 5)), "low_noise"]  # fmt: skip

@@ -99,12 +99,12 @@ def test_a_best_that_cannot_be_written_is_sought_on(tiny_run, tmp_path, monkeypa
     refused = WangenError("cannot write: Permission denied", where="lora-best.safetensors", cure="close it")
     real, tries = saving.save_trained, list[int]()
 
-    def save(run: Any, trainee: Any, parameters: Any, suffix: str, *words: Any) -> Any:
+    def save(run: Any, trainee: Any, suffix: str, *words: Any, **how: Any) -> Any:
         if suffix == BEST:
             tries.append(run.step)
             if len(tries) == 1:
                 raise refused
-        return real(run, trainee, parameters, suffix, *words)
+        return real(run, trainee, suffix, *words, **how)
 
     monkeypatch.setattr(saving, "save_trained", save)
     options = tiny_run.options(tmp_path / "out", validation_items=1, validate_every_n_steps=1, keep_best=True)
@@ -121,10 +121,10 @@ def test_a_lora_that_cannot_be_written_does_not_cost_the_state(tiny_run, tmp_pat
     options = tiny_run.options(tmp_path / "out", max_train_steps=5, save_every_n_steps=4, ema_decay=0.9)
     real = saving.save_lora
 
-    def save(plan: Any, expert: Any, parameters: Any, steps: Any, suffix: str = "", judged_at: str = "") -> Any:
+    def save(plan: Any, expert: Any, parameters: Any, steps: Any, suffix: str = "", *words: Any, **how: Any) -> Any:
         if plan.file(expert, suffix).stem == which:
             raise WangenError("no such weight file")
-        return real(plan, expert, parameters, steps, suffix, judged_at)
+        return real(plan, expert, parameters, steps, suffix, *words, **how)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(saving, "save_lora", save)

@@ -85,7 +85,7 @@ def _set_aside(plan: Plan, expert: ExpertPlan, path: Path, told: Mapping[str, st
     step = told.get(RUN_STEPS) or told.get("ss_steps", "")
     if plan.options.fresh or not step.isdecimal():
         return
-    average = AVERAGE if AVERAGED in told else ""
+    average = AVERAGE if AVERAGED in told or path.stem.endswith(AVERAGE) else ""  # a best may be one, too
     stem = plan.file(expert).stem
     found = {layout: file for layout in ("", *(f"-{layout}" for layout in LAYOUTS))
              if (file := path.with_stem(path.stem + layout)).is_file()}  # fmt: skip
