@@ -187,10 +187,13 @@ def _judge_expert(run: RunFiles, expert: str) -> _Judged | None:
     file = kept or _nearest_file(run.loras, expert, step)
     if step == 0 and not average:
         against.append(f"{of}training made the LoRA that it began from no better")
-    if step == 0 and not kept and file and file.step:
-        file = None
-    elif file and file.step != step and not kept:
-        against.append(f"{of}no file was kept of step {step}, the best one; {file.file.name} is of step {file.step}")
+    if file and not kept and file.step != step:
+        if step:
+            against.append(
+                f"{of}no file was kept of step {step}, the best one; {file.file.name} is of step {file.step}"
+            )
+        else:
+            file = None
     if told["mean_adapter"] < trained[-1][1]["mean_adapter"]:
         against.append(f"{of}after step {step} the held-out loss rose: it began to learn by heart")
     if average and not kept:
