@@ -15,3 +15,6 @@ TRACES = "trace"
 """The folder of `--profile`'s trace."""
 
 TRAIN_REPORT = f"train{REPORT}"
+
+BEGUN = "train.begun.json"
+"""What a start of training says of itself before its first step; removed at the run's end, where the report follows."""

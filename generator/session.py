@@ -244,18 +244,40 @@ def write_report(step: Step, report: Report, seconds: float) -> Path:
         "summary": report.summary,
         "ok": report.ok,
         "inputs": report.inputs,
-        "settings": {option.name: plain(getattr(step, option.name)) for option in options(type(step))},
+        "settings": _settings(step),
         "counts": report.counts,
         "result": report.result,
         "timings": {"total_s": seconds},
         "versions": _versions(),
-        "finished": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
+        "finished": _now(),
     }
     folder = step.report_dir or report.folder
     assert folder is not None, "the caller has asked for a folder"
     path = folder / step.report_name
-    write_text(path, json.dumps(content, indent=2, ensure_ascii=False, default=plain) + "\n")
+    _write(path, content)
     return path
+
+
+def write_beginning(step: Step, path: Path, inputs: Mapping[str, Any], **facts: Any) -> None:
+    """Write what a step says of itself before it has done anything, as its report will say it, and other facts.
+
+    Raises:
+        WangenError: it cannot be written.
+    """
+    about = {"step": step.command, "begun": _now(), "inputs": inputs, "settings": _settings(step)}
+    _write(path, about | {"versions": _versions()} | facts)
+
+
+def _write(path: Path, content: Mapping[str, Any]) -> None:
+    write_text(path, json.dumps(content, indent=2, ensure_ascii=False, default=plain) + "\n")
+
+
+def _settings(step: Step) -> dict[str, Any]:
+    return {option.name: plain(getattr(step, option.name)) for option in options(type(step))}
+
+
+def _now() -> str:
+    return time.strftime("%Y-%m-%dT%H:%M:%S%z")
 
 
 def report_files(folder: Path, command: str) -> list[Path]:

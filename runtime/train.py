@@ -22,8 +22,8 @@ from wangen.generator.files import remove_all_left
 from wangen.generator.launch import launch
 from wangen.generator.lock import LEASE_S, RUN_LOCK, hold
 from wangen.generator.memory import memory_of
-from wangen.generator.run_folder import TRAIN_REPORT
-from wangen.generator.session import Report
+from wangen.generator.run_folder import BEGUN, TRAIN_REPORT
+from wangen.generator.session import Report, write_beginning
 from wangen.generator.steps import Train
 from wangen.generator.workspace import require_writable
 from wangen.runtime.devices import choose_device, free_bytes, set_precision
@@ -169,6 +169,7 @@ def _run_alone(options: Train, asked: Train, free: int | None, device: torch.dev
             set_other_epochs_aside(plan)
             if changed:
                 set_other_ends_aside(plan)
+            _say_what_begins(training, asked)
         if state and not changed:
             save_missed(training)
         state = None  # its tensors have been copied, and would stay in host memory
@@ -178,6 +179,8 @@ def _run_alone(options: Train, asked: Train, free: int | None, device: torch.dev
                 raise KeyboardInterrupt
         for path in save_loras(training):  # before the logs are closed, which may wait for a network
             log.info("  saved %s", path)
+    if ranks.is_first:
+        (options.output_dir / BEGUN).unlink(missing_ok=True)  # the report follows
     for line in lost_best(plan, training.facts) if ranks.is_first else ():
         log.warning("  %s", line)
     speed = watching.speed()
@@ -185,6 +188,15 @@ def _run_alone(options: Train, asked: Train, free: int | None, device: torch.dev
         log.info("  %s", in_words(speed))
     timing = training.step - start, round(time.monotonic() - started, 3), speed
     return _report(plan, training.step, training.facts | dict(zip(_TIMING, timing, strict=True)))
+
+
+def _say_what_begins(training: Run, asked: Train) -> None:
+    """Leave the settings beside the numbers, for who looks at a run that goes on or was killed."""
+    plan, each = training.plan, asked.gradient_accumulation_steps // training.ranks.launch.count
+    write_beginning(
+        replace(asked, gradient_accumulation_steps=each), plan.options.output_dir / BEGUN, _inputs(plan),
+        output_name=plan.name, num_steps=training.num_steps,
+    )  # fmt: skip
 
 
 def _done_before(
@@ -268,6 +280,10 @@ def _timing_before(options: Train) -> dict[str, Any]:
     return {}
 
 
+def _inputs(plan: Plan) -> dict[str, Any]:
+    return {"dataset_config": plan.options.dataset, **plan.inputs, "memory": memory_of(plan.options)}
+
+
 def _report(plan: Plan, step: int, facts: Mapping[str, Any], *, done_before: bool = False) -> Report:
     options, use = plan.options, cache_use(plan.samples)
     summary = f"already trained, {step} steps" if done_before else f"{step} steps"
@@ -277,11 +293,7 @@ def _report(plan: Plan, step: int, facts: Mapping[str, Any], *, done_before: boo
     return Report(
         folder=options.output_dir,
         summary=f"{summary}: {', '.join(map(str, files))}",
-        inputs={
-            "dataset_config": options.dataset,
-            **plan.inputs,
-            "memory": memory_of(options),
-        },
+        inputs=_inputs(plan),
         counts={"from_cache": use.from_cache, "computed": use.computed, "steps": step},
         result={
             "cache_mode": use.mode(options.cache_mode),

@@ -79,7 +79,7 @@ def test_a_page_of_numbers_alone_says_what_it_does_not_know(tmp_path):
     page = Page(page_of(folder))
     for words in ("Nothing is known of how good this LoRA is", "the last line of metrics.jsonl is cut short",
                   "not evaluated yet", "No samples were made", "give --dataset_config", "3 steps",
-                  "Training writes its settings when it ends"):  # fmt: skip
+                  "Training has not written its settings yet"):  # fmt: skip
         assert words in page.text, words
 
 

@@ -9,6 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from tiny import TinyRun, state_folder
+from train_cases import cut_off
 
 from wangen.generator.errors import UsageError, WangenError
 from wangen.generator.session import execute
@@ -70,6 +71,18 @@ def test_an_epoch_that_the_accumulation_does_not_divide_is_told(tiny_run, tmp_pa
 def test_a_plain_run_says_nothing_of_memory(tiny_run, tmp_path, caplog):
     train.run(tiny_run.options(tmp_path, max_train_steps=1))
     assert "memory: --" not in caplog.text
+
+
+def test_a_run_that_was_killed_leaves_its_settings_until_it_ends(tiny_run, tmp_path):
+    options = tiny_run.options(tmp_path, max_train_steps=4, gradient_accumulation_steps=2, save_every_n_steps=2)
+    cut_off(options, 3)
+    begun = json.loads((tmp_path / "train.begun.json").read_text(encoding="utf-8"))
+    assert execute(options) == 0
+    report = json.loads((tmp_path / "train.report.json").read_text(encoding="utf-8"))
+    for part in ("step", "settings", "versions", "inputs"):
+        assert begun[part] == report[part]
+    assert (begun["output_name"], begun["num_steps"]) == ("lora", 4)
+    assert not (tmp_path / "train.begun.json").exists()
 
 
 def test_the_report_of_a_finished_run_has_its_settings_and_validation(tiny_run, tmp_path):

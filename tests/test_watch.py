@@ -226,6 +226,53 @@ def test_the_report_of_training_ends_it_until_more_is_trained(tmp_path, ok, word
     assert status_after(folder, 1) == "running"
 
 
+def begin(folder: Path, name: str, num_steps: int, **facts: Any) -> None:
+    """Say that a training has begun."""
+    begun = {"step": "train", "begun": "2026-01-01", "output_name": name, "num_steps": num_steps, **facts}
+    (folder / "train.begun.json").write_text(json.dumps({"settings": {"output_name": "cats"}, **begun}))
+
+
+def test_of_a_run_that_has_begun_it_says_how_many_steps_are_left_and_what_they_take(tmp_path):
+    begin(tmp_path, "cats", 200)
+    assert status_of(read_run(tmp_path, None), time.time()).text == "Step 0 of 200: training."
+    write_metrics(tmp_path, [step_line(1, s_per_step=9.0), step_line(2, s_per_step=3.0)])
+    run = read_run(tmp_path, None)
+    wanted = "Step 2 of 200: training; the steps that are left take about 19 min 48 s."
+    assert status_of(run, time.time()).text == wanted
+    assert run.settings == {"output_name": "cats"}
+
+
+@pytest.mark.parametrize(("total", "rate"), [(10**400, 1.0), (1e300, 1e300), ("7", 1.0), (7, 1e308), (7, -1e308)])
+def test_a_start_that_says_nonsense_says_nothing_of_the_time(tmp_path, total, rate):
+    write_metrics(tmp_path, [step_line(step, s_per_step=rate) for step in (1, 2)])
+    begin(tmp_path, "cats", total)
+    assert re.fullmatch(r"Step 2( of 7)?: training\.", status_of(read_run(tmp_path, None), time.time()).text)
+
+
+def test_experts_that_are_trained_one_after_the_other_have_their_own_steps(tmp_path):
+    low = [step_line(step, output_name="cats_low_noise", expert="low_noise") for step in (1, 2, 3)]
+    high = step_line(1, output_name="cats_high_noise", expert="high_noise", s_per_step=2.0)
+    write_metrics(tmp_path, [*low, high])
+    begin(tmp_path, "cats_high_noise", 3)
+    said = status_of(read_run(tmp_path, None), time.time()).text
+    assert said == "high-noise, step 1 of 3: training; the steps that are left take about 4.0 s."
+
+
+def test_a_start_is_newer_than_the_report_of_the_one_before_and_than_another_run(tmp_path):
+    folder = write_metrics(tmp_path, [step_line(1)])
+    report = folder / "train.report.json"
+    report.write_text(json.dumps({"step": "train", "ok": True, "settings": {"output_name": "cats"}}))
+    past = time.time() - 100
+    os.utime(report, (past, past))
+    os.utime(folder / "metrics.jsonl", (past, past))
+    assert status_of(read_run(folder, None), time.time()).word == "finished"
+    begin(folder, "cats", 5)
+    assert status_of(read_run(folder, None), past + 1).text.startswith("Step 1 of 5: training")
+    begin(folder, "dogs", 7, settings={"output_name": "dogs"})
+    assert status_of(read_run(folder, None), time.time()).text == "Step 0 of 7: training."
+    assert status_of(read_run(folder, "cats"), time.time()).word == "finished"
+
+
 def test_a_finished_run_stays_finished_when_another_one_follows_in_its_folder(tmp_path):
     folder = write_metrics(tmp_path, [step_line(1), step_line(1, output_name="dogs")])
     (folder / "cats.safetensors").write_bytes(NO_TENSORS)

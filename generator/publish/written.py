@@ -15,7 +15,7 @@ from wangen.generator.formats.safetensors import read_safetensors
 from wangen.generator.header_keys import FINGERPRINT
 from wangen.generator.lock import RUN_LOCKS
 from wangen.generator.publish.inventory import Inventory, Part, entries_of
-from wangen.generator.run_folder import METRICS, SAMPLE_LIST, SAMPLES, TRACES
+from wangen.generator.run_folder import BEGUN, METRICS, SAMPLE_LIST, SAMPLES, TRACES
 from wangen.generator.session import report_files
 from wangen.generator.steps import STEPS
 
@@ -129,7 +129,8 @@ def _names_a_state(path: Path) -> bool:
 
 def _reports(folder: Path) -> Iterator[Path]:
     for step in STEPS:
-        for path in report_files(folder, step.command):
+        begun = [folder / BEGUN] if step.command == "train" else []
+        for path in (*report_files(folder, step.command), *begun):
             with suppress(OSError, ValueError, RecursionError, AttributeError):
                 if json.loads(path.read_text(encoding="utf-8")).get("step") == step.command:
                     yield path

@@ -7,7 +7,8 @@ from statistics import median
 from wangen.generator.errors import many, printable
 from wangen.generator.run_folder import METRICS
 from wangen.runtime.evaluation_file import FILE as EVALUATION
-from wangen.runtime.report.run_files import RunFiles, files_of, time_s
+from wangen.runtime.report.run_files import RunFiles, files_of
+from wangen.runtime.report.step_reports import time_s
 
 MAX_LINES = 40
 _WAITING, _SPIKE = 0.1, 20.0

@@ -4,28 +4,29 @@ import logging
 import secrets
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 from wangen.generator import lock
 from wangen.generator.errors import UsageError, WangenError, duration_text, many
 from wangen.generator.files import is_file
-from wangen.generator.run_folder import METRICS, SAMPLES, TRAIN_REPORT
+from wangen.generator.run_folder import BEGUN, METRICS, SAMPLES, TRAIN_REPORT
 from wangen.generator.session import Report
 from wangen.generator.steps import Watch
 from wangen.runtime.report.dataset import DatasetPart, look_at_dataset
 from wangen.runtime.report.media import Served
-from wangen.runtime.report.metrics_log import MetricsLog
+from wangen.runtime.report.metrics_log import MetricsLog, num_steps
 from wangen.runtime.report.page import Section, Status, make_sections, render
 from wangen.runtime.report.run_files import (
     DATASET_FLAGS,
     RunFiles,
     read_run,
-    time_s,
 )
 from wangen.runtime.report.server import LiveServer
+from wangen.runtime.report.step_reports import is_number, time_s
 
 log = logging.getLogger("wangen")
 
@@ -33,6 +34,9 @@ QUIET_S = 60.0
 """So long without a new line is nothing yet, however fast the steps are."""
 QUIET_STEPS = 30
 """So many steps' time without a new line is: on a GPU ten are written at once, and samples take their time."""
+
+_RATES, _MANY = 100, 10**9
+"""So many lines say how fast it is; what is no less than the other was not written by us."""
 
 QUICK_S, RESTS = 0.5, 10
 """Looking that takes longer, at a very long run, is followed by a rest so many times as long: training goes first."""
@@ -120,23 +124,42 @@ def status_of(run: RunFiles, now_s: float) -> Status:
         now_s: seconds since 1970.
     """
     written_s, reported_s = time_s(run.folder / METRICS), time_s(run.folder / TRAIN_REPORT)
-    if reported_s >= written_s and "train" in run.reports:
-        if run.reports["train"].get("ok"):
+    told = run.reports.get("train", {})
+    if reported_s >= written_s and told and "begun" not in told:
+        if told.get("ok"):
             return Status("finished", f"Finished: {run.num_steps} steps.")
-        return Status("stopped", f"Failed: {run.reports['train'].get('summary', '')}")
-    if not run.records:
+        return Status("stopped", f"Failed: {told.get('summary', '')}")
+    if not run.records and "begun" not in told:
         return Status("waiting", "Nothing has been trained yet.")
     if not run.wrote_last and any(lora.what == "finished" for lora in run.loras):
         return Status("finished", f"Finished: {run.num_steps} steps.")
     held = _is_held(run.folder / lock.RUN_LOCK)
-    age_s, step = now_s - written_s, f"Step {run.num_steps}"
+    begun_s = time_s(run.folder / BEGUN) if "begun" in told else 0.0
+    age_s, (step, rest) = now_s - max(written_s, begun_s), _where(run, told)
     if held is False:
         return Status("stopped", f"{step}: it stopped before its end. Run the same line again to go on.")
     if age_s > max(QUIET_S, QUIET_STEPS * _seconds_per_step(run)):
         ago = duration_text(60 * (age_s // 60))
         doing = "it may be saving, validating or sampling" if held else "it stalled or stopped, or it is sampling"
         return Status("quiet", f"{step}: nothing new for {ago}; {doing}.")
-    return Status("running", f"{step}: training.")
+    return Status("running", f"{step}: training{rest}.")
+
+
+def _where(run: RunFiles, told: Mapping[str, Any]) -> tuple[str, str]:
+    """The step, of how many where it is told, and words for the time that the others take.
+
+    Of experts that are trained one after the other these are those of the one whose turn it is.
+    """
+    name, total = str(told.get("output_name", "")), told.get("num_steps")
+    own = [record for record in run.records if record.get("output_name") == name]
+    if not is_number(total) or total > _MANY:
+        return f"Step {run.num_steps}", ""
+    expert = name.removeprefix(run.name).strip("_").replace("_", "-")
+    done = num_steps(own)
+    rates = [rate for record in own[-_RATES:] if is_number(rate := record.get("s_per_step")) and 0 < rate < _MANY]
+    left_s = (total - done) * fmean(rates) if rates else 0.0
+    step = f"{expert}, step {done} of {total}" if expert else f"Step {done} of {total}"
+    return step, f"; the steps that are left take about {duration_text(left_s)}" if left_s > 0 else ""
 
 
 def _is_held(path: Path) -> bool | None:

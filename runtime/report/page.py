@@ -97,7 +97,7 @@ def make_sections(run: RunFiles, dataset: DatasetPart, media: Media) -> list[Sec
                                                "run check_cache, or give --dataset_config or --manifest."))),
         Section("settings", "Settings and provenance", [
             *_tables("provenance", provenance_tables(run), "No step has written its report yet."),
-            *_tables("flags", settings_tables(run), "Training writes its settings when it ends."),
+            *_tables("flags", settings_tables(run), "Training has not written its settings yet."),
         ]),
         Section("warnings", "Warnings", [_block("cautions", "cautions", cautions=cautions, note=media.note())]),
     ]  # fmt: skip

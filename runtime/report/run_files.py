@@ -16,7 +16,7 @@ from wangen.runtime.evaluation_file import FILE as EVALUATION
 from wangen.runtime.evaluation_file import Checkpoint, Evaluation, read_evaluation
 from wangen.runtime.lora_folder import AVERAGE, BEST, KEPT, LAYOUTS
 from wangen.runtime.report.metrics_log import MetricsLog, Record, num_steps, run_of
-from wangen.runtime.report.step_reports import mapping, reports_of
+from wangen.runtime.report.step_reports import begun_in, mapping, reports_of, time_s
 
 DATASET_FLAGS = ("dataset_config", "manifest")
 """Either of them says what a step's dataset is."""
@@ -93,12 +93,12 @@ class RunFiles:
         name: the run's; files and lines of others are left out.
         others: names of other runs in the folder.
         records: lines of `metrics.jsonl`.
-        reports: step -> its `report.json`, of training only this run's.
+        reports: step -> its `report.json`, of training only this run's: before its end what it said at its start.
         loras: saved files, by step and name.
         samples: by prompt or clip, and step.
         evaluation: of this run's LoRAs; None without one.
         problems: what could not be read, in words.
-        wrote_last: no other run wrote to `metrics.jsonl` after it.
+        wrote_last: no other run began or wrote to `metrics.jsonl` after it.
     """
 
     folder: Path
@@ -130,7 +130,7 @@ class RunFiles:
 
     @property
     def settings(self) -> Mapping[str, Any]:
-        """The flags of training; empty before it has ended."""
+        """The flags of training; empty where nothing says them."""
         return mapping(self.reports.get("train", {}), "settings")
 
     @property
@@ -191,14 +191,19 @@ def read_run(folder: Path, name: str | None, metrics: MetricsLog | None = None) 
     log = metrics or MetricsLog(folder / METRICS)
     records = _records(log, problems)
     reports = dict(reports_of(folder, problems))
-    trained = mapping(reports.get("train", {}), "settings").get("output_name")
-    names = _names(records) or ([str(trained)] if trained else [])
+    starts = [start for start in (begun_in(folder, problems), reports.get("train", {})) if start]
+    trained = [str(mapping(start, "settings").get("output_name") or "") for start in starts]
+    names = _names(records) or list(filter(None, trained[:1]))
+    if starts and "begun" in starts[0] and trained[0]:
+        names = [*(other for other in names if other != trained[0]), trained[0]]
     if name is not None and names and name not in names:
         raise UsageError(f"this folder has no run {name!r}", where=str(folder), cure=f"one of {', '.join(names)}")
     known = name or (names[-1] if names else next(iter(_names_of_files(folder)), ""))
     chosen = known or folder.name
-    if trained and str(trained) != chosen:
-        del reports["train"]
+    if own := [start for start, of in zip(starts, trained, strict=True) if of in ("", chosen)]:
+        reports["train"] = own[0]
+    else:
+        reports.pop("train", None)
     found = RunFiles(
         folder=folder,
         name=chosen,
@@ -214,14 +219,6 @@ def read_run(folder: Path, name: str | None, metrics: MetricsLog | None = None) 
     if name is not None and found.is_empty and (there := _names_of_files(folder)):
         raise UsageError(f"this folder has no run {name!r}", where=str(folder), cure=f"one of {', '.join(there)}")
     return found
-
-
-def time_s(path: Path) -> float:
-    """When a file was written, in seconds since 1970; 0 of one that is not there."""
-    try:
-        return path.stat().st_mtime
-    except OSError:
-        return 0.0
 
 
 def _media(folder: Path, name: str) -> Path | None:

@@ -17,7 +17,7 @@ from wangen.generator.run_folder import METRICS
 from wangen.generator.session import report_files
 from wangen.generator.tomls import read_dataset
 from wangen.runtime.report.metrics_log import MetricsLog, Record, num_steps, run_of
-from wangen.runtime.report.step_reports import mapping
+from wangen.runtime.report.step_reports import begun_in, mapping
 
 SHOWN = (
     "task", "train_mode", "network_module", "network_dim", "lora_targets", "optimizer_type", "mixed_precision", "vram",
@@ -41,7 +41,7 @@ def numbers(folder: Path) -> dict[str, str]:
     """
     records = _records(folder / METRICS)
     reports = report_files(folder, "train") if folder.is_dir() else []
-    report = _json(reports[0]) if reports else {}
+    report = begun_in(folder, []) or (_json(reports[0]) if reports else {})
     if not records and not report:
         raise UsageError("this folder holds no run", where=str(folder),
                          cure=f"name the output folder of a training, in which {METRICS} lies")  # fmt: skip

@@ -7,6 +7,8 @@ from itertools import takewhile
 from pathlib import Path
 from typing import Any, TypeGuard
 
+from wangen.generator.files import is_file
+from wangen.generator.run_folder import BEGUN
 from wangen.generator.session import report_files
 from wangen.generator.table import REPORT
 
@@ -24,6 +26,23 @@ def reports_of(folder: Path, problems: list[str]) -> Iterator[tuple[str, Mapping
         found = {name: report for name, report in read if isinstance(report, dict) and report.get("step") == step}
         if found:
             yield step, _together(found, f"{step}{REPORT}")
+
+
+def begun_in(folder: Path, problems: list[str]) -> Mapping[str, Any]:
+    """What the last start of training says of itself, where it has not ended: has written no report since."""
+    path = folder / BEGUN
+    if not is_file(path) or any(time_s(report) >= time_s(path) for report in report_files(folder, "train")):
+        return {}
+    found = _json(path, problems)
+    return found if isinstance(found, dict) else {}
+
+
+def time_s(path: Path) -> float:
+    """When a file was written, in seconds since 1970; 0 of one that is not there."""
+    try:
+        return path.stat().st_mtime
+    except OSError:
+        return 0.0
 
 
 def _together(reports: Mapping[str, Mapping[str, Any]], whole: str) -> Mapping[str, Any]:

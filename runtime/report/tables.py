@@ -48,8 +48,8 @@ def settings_tables(run: RunFiles) -> list[Table]:
 def provenance_tables(run: RunFiles) -> list[Table]:
     """What was run when with which versions on which data."""
     steps = [
-        (step, "done" if report.get("ok") else "failed", str(report.get("summary", "")), _seconds(report),
-         str(report.get("finished", "")))
+        (step, "begun" if "begun" in report else "done" if report.get("ok") else "failed",
+         str(report.get("summary", "")), _seconds(report), str(report.get("finished", "")))
         for step, report in run.reports.items()
     ]  # fmt: skip
     found = [Table("Steps", ("step", "", "what it says", "time", "finished"), steps)] if steps else []
