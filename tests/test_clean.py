@@ -86,6 +86,8 @@ OURS = {
         "outputs/cats/cache_text-3.report.json": b'{"step": "cache_text"}',
         "outputs/cats/smoke/train.report.json": b'{"step": "train"}',
         "outputs/cats/logs/cats/events.out.tfevents.1.host": b"x",
+        "outputs/cats/logs/cats.wandb-run": b"1a2b3c4d",
+        "outputs/cats/logs/cats_high_noise.mlflow-run": b"1a2b3c4d",
         "logs/cats.log": b"x",
     },
 }
@@ -109,6 +111,7 @@ THEIRS = {
     "outputs/cats/cats-state/mine/state.json": b"{}",
     "outputs/cats/check.report.json": b'{"step": "another"}',
     "outputs/cats/notes.txt": b"mine",
+    "outputs/cats/logs/dogs.wandb-run": b"5e6f7a8b",
     "outputs/cats/sample.mp4": b"mine",
     "outputs/other/other.safetensors": LORA,
     "logs/other.log": b"x",
@@ -149,7 +152,7 @@ def test_without_a_part_it_shows_and_removes_nothing(place, capsys):
     assert read_tree(place) == before
     rows = {line.split()[0]: line.split() for line in capsys.readouterr().out.splitlines() if " files " in line}
     assert {part: int(row[1]) for part, row in rows.items()} == {
-        "bundle": 10, "caches": 12, "checkpoints": 16, "outputs": 24,
+        "bundle": 10, "caches": 12, "checkpoints": 16, "outputs": 26,
     }  # fmt: skip
     assert " ".join(rows["outputs"][3:5]) == bytes_text(sum(map(len, OURS["outputs"].values())))
 

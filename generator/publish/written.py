@@ -38,6 +38,7 @@ _FINISHED = re.compile(rf"{_EXPERT}(-best|-kept\d*-step\d{{8}})?{_LAYOUT}")
 _MAX_LINE = 1 << 20
 _SAMPLE = re.compile(rf"{_EXPERT}-step\d{{8}}-(continuation-)?\d+\.(mp4|png)")
 _TRACE = re.compile(r"steps-\d+-\d+\.json\.gz")
+_NOTE = re.compile(rf"{_EXPERT}\.(wandb|mlflow)-run")
 _LOSSES = re.compile(r"[0-9a-f]{20}\.json")
 _MARKS = {".mp4": b"wangen", ".png": b"wangen", ".json": b'{"settings": '}
 """What stands in a video or picture of ours, and in what is known of it, by the ending."""
@@ -184,9 +185,10 @@ def _is_lines(path: Path) -> bool:
 
 
 def _experiment_logs(found: Inventory, folder: Path) -> list[Path]:
-    """TensorBoard's files of the training step."""
+    """TensorBoard's files of the training step, and its notes of which run of wandb or mlflow it goes on in."""
     place = folder / "logs"
     files = sorted(place.rglob("events.out.tfevents.*")) if place.is_dir() else []
+    files += [path for path in entries_of(place) if _NOTE.fullmatch(path.name.removeprefix(found.slug))]
     inner = {parent for path in files for parent in path.parents if parent == place or place in parent.parents}
     found.folders["outputs"] += sorted(inner, key=lambda path: -len(path.parts))
     return files
