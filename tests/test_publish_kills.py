@@ -1,6 +1,7 @@
 """A publish that is killed at any moment leaves every file old or new, and the next one finishes the work."""
 
 import io
+import json
 import os
 import random
 import shutil
@@ -16,6 +17,7 @@ from helpers import image_bytes, read_tree, write_tree
 
 from wangen.generator import lock
 from wangen.generator.cli import main
+from wangen.generator.publish import manifest
 from wangen.generator.publish import plan as publishing
 
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(not hasattr(os, "fork"), reason="trials are forked")]
@@ -84,9 +86,15 @@ def publish(place: Path) -> int:
 
 
 def bundles(place: Path) -> dict[str, bytes]:
-    """Everything that was published; manifests name the place they were published from, which differs here."""
-    found = read_tree(place / "published")
-    return {name: data.replace(str(place).encode(), b"PLACE") for name, data in found.items() if ".whl" not in name}
+    """Everything that was published; manifests name the place they were published from, and its files by their numbers
+    and times, which differ here."""
+    found = {name: data for name, data in read_tree(place / "published").items() if ".whl" not in name}
+    for name in (name for name in found if name.endswith(manifest.NAME)):
+        content = json.loads(found[name])
+        for records in (content[part] for part in ("files", "before") if part in content):
+            records |= {name: record[:-1] for name, record in records.items()}
+        found[name] = json.dumps(content).encode()
+    return {name: data.replace(str(place).encode(), b"PLACE") for name, data in found.items()}
 
 
 class Killer:

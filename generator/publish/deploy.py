@@ -21,7 +21,7 @@ from wangen.generator.errors import WangenError
 from wangen.generator.files import remove, replace, sync_folder, write_new
 from wangen.generator.publish import manifest
 from wangen.generator.publish.folder import FolderPlan, Wanted
-from wangen.generator.publish.manifest import UNKNOWN, Manifest, Record
+from wangen.generator.publish.manifest import UNKNOWN, FileState, Manifest, Record
 from wangen.generator.publish.resize import bake
 from wangen.generator.publish.source import Advance
 
@@ -56,7 +56,7 @@ def announce(plan: FolderPlan, staged: Iterable[Staged]) -> Staged | None:
     for name in (*plan.new, *plan.changed):
         wanted = plan.wanted[name]
         size = sizes.get(name, UNKNOWN if wanted.size else wanted.num_bytes)
-        files[name] = Record(wanted.made_of, size, wanted.mtime_ns, str(wanted.origin))
+        files[name] = Record(wanted.made_of, size, _mtime_ns(wanted), str(wanted.origin))
     return stage(plan.folder / manifest.NAME, [Manifest(files, before).text().encode()])
 
 
@@ -105,18 +105,32 @@ def finish(plan: FolderPlan) -> Staged | None:
         except OSError as error:
             raise WangenError(f"cannot remove what the dataset no longer has: {error.strerror}", where=str(path),
                               cure="remove it by hand") from None  # fmt: skip
-    done = {*plan.new, *plan.changed, *plan.copied}
+    done = [*dict.fromkeys((*plan.new, *plan.changed, *plan.copied))]
     kept = {*plan.kept}
     files = {name: record for name, record in plan.known.files.items() if name in plan.wanted or name in kept}
     for name in kept & files.keys():
         if files[name].is_caption:  # from now on it is older than the manifest, and shall be looked at all the same
             files[name] = files[name]._replace(size=UNKNOWN)
-    for name in done:
-        wanted, stat = plan.wanted[name], (plan.folder / name).stat()
-        digest = manifest.digest_of((plan.folder / name).read_bytes()) if wanted.size else ""
-        mtime_ns = stat.st_mtime_ns if wanted.text is None else UNKNOWN
-        files[name] = Record(wanted.made_of, stat.st_size, mtime_ns, str(wanted.origin), digest)
+    for name, record in zip(done, _each(partial(_record, plan), done, lambda _: None), strict=True):
+        files[name] = record
     return stage(plan.folder / manifest.NAME, [Manifest(files).text().encode()])
+
+
+def _record(plan: FolderPlan, name: str) -> Record:
+    """What the manifest says of a file that is as it shall be."""
+    wanted, path = plan.wanted[name], plan.folder / name
+    stat, origin = path.stat(), str(wanted.origin)
+    if wanted.state is None:
+        return Record(wanted.made_of, stat.st_size, UNKNOWN, origin)
+    digest = manifest.media_digest(path)
+    source_digest = manifest.media_digest(wanted.origin) if wanted.size else digest
+    is_link = FileState.of(stat).node == wanted.state.node
+    source_file = "" if is_link else wanted.state.file
+    return Record(wanted.made_of, stat.st_size, stat.st_mtime_ns, origin, digest, source_digest, source_file)
+
+
+def _mtime_ns(wanted: Wanted) -> int:
+    return wanted.state.mtime_ns if wanted.state else UNKNOWN
 
 
 def prefix(slug: str) -> str:
@@ -210,7 +224,7 @@ def _stage_wanted(wanted: Wanted, final: Path) -> Staged | None:
             return staged
         _copy(origin, staged.temporary)
     with suppress(OSError):  # by its source's time an unchanged copy is known, even after an interruption
-        os.utime(staged.temporary, ns=(wanted.mtime_ns, wanted.mtime_ns))
+        os.utime(staged.temporary, ns=(_mtime_ns(wanted), _mtime_ns(wanted)))
     return staged
 
 

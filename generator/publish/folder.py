@@ -14,7 +14,7 @@ from wangen.generator.dataset_settings import DatasetSettings
 from wangen.generator.errors import WangenError
 from wangen.generator.publish import manifest
 from wangen.generator.publish.captions import with_trigger
-from wangen.generator.publish.manifest import COARSE_NS, UNKNOWN, Manifest, Record
+from wangen.generator.publish.manifest import COARSE_NS, UNKNOWN, FileState, Manifest, Record
 from wangen.generator.publish.resize import RECIPE, bake, smaller_size
 from wangen.generator.publish.source import Source
 from wangen.profiles import Model
@@ -29,7 +29,7 @@ class Wanted(NamedTuple):
         size: (width, height) in pixels when it is a smaller copy.
         made_of: what it is made from, as in the manifest.
         num_bytes: of the source.
-        mtime_ns: modification time of a media file's source.
+        state: of a media file's source.
     """
 
     origin: Path
@@ -37,7 +37,7 @@ class Wanted(NamedTuple):
     size: tuple[int, int] | None
     made_of: str
     num_bytes: int
-    mtime_ns: int
+    state: FileState | None = None
 
 
 @dataclass
@@ -110,9 +110,9 @@ def make_folder_plan(
         if name in listing:
             done = record and record.made_of == wanted.made_of and record.size != UNKNOWN
             if record and done and name not in known.before:
-                _look_again(plan, name, path, wanted, record)
+                _look_again(plan, name, source, wanted, record)
             else:
-                _judge(plan, name, path, wanted)
+                _judge(plan, name, source, wanted)
         elif folded(name) in by_fold:
             plan.renamed.append((by_fold[folded(name)], name))
             plan.changed.append(name)
@@ -137,30 +137,48 @@ def _own_folders(folder: Path, source: Source) -> set[Path]:
     return {parent for parent in parents if folder.is_dir() and parent.samefile(folder)}
 
 
-def _look_again(plan: FolderPlan, name: str, path: Path, wanted: Wanted, record: Record) -> None:
-    """The manifest says that a file is the wanted one: it is opened only where its size or time says otherwise."""
+def _look_again(plan: FolderPlan, name: str, source: Source, wanted: Wanted, record: Record) -> None:
+    """The manifest says that a file is the wanted one: it is opened only where its size or time says otherwise.
+
+    Its source may be another file of the same size and time as well: names that were swapped, an edit that keeps both.
+    """
+    path, untouched, known_by_file = plan.folder / name, False, True
     with suppress(OSError):
         stat = path.stat()
-        if wanted.text is None:
-            untouched = abs(stat.st_mtime_ns - record.mtime_ns) <= COARSE_NS
-        else:
+        if wanted.state is None:
             untouched = stat.st_mtime_ns + COARSE_NS < plan.known.written_ns
-        if untouched and stat.st_size == record.size:
+        else:
+            # A publish that was interrupted has left no digest.
+            untouched = abs(stat.st_mtime_ns - record.mtime_ns) <= COARSE_NS and bool(record.digest)
+            is_link = wanted.state.node == FileState.of(stat).node
+            known_by_file = is_link or record.source_file == wanted.state.file
+        if untouched and known_by_file and stat.st_size == record.size:
             return
-    if not (plan.known.match(path) or _same_content(wanted, path)):
+    if not (known_by_file or _holds(wanted.origin, record.source_digest)):
+        _judge(plan, name, source, wanted)
+    elif not (plan.known.match(path) or _same_content(wanted, path)):
         plan.kept.append(name)
     elif wanted.text is None:
         plan.copied.append(name)
 
 
-def _judge(plan: FolderPlan, name: str, path: Path, wanted: Wanted) -> None:
+def _holds(path: Path, digest: str) -> bool:
+    """Whether a file has this digest, or none is known."""
+    try:
+        return not digest or manifest.media_digest(path) == digest
+    except OSError:
+        return False
+
+
+def _judge(plan: FolderPlan, name: str, source: Source, wanted: Wanted) -> None:
     """A file of that name is there, and the manifest does not say that it is the wanted one."""
+    path = plan.folder / name
     if name not in plan.known.names():
         if _same_content(wanted, path):
             plan.changed.append(name)
         else:
             plan.problems.append(_in_the_way(path))
-    elif plan.known.match(path) or _same_content(wanted, path):
+    elif plan.known.match(path) or _same_content(wanted, path) or _is_link(path, source):
         plan.changed.append(name)
     else:
         plan.kept.append(name)
@@ -171,7 +189,7 @@ def _is_link(path: Path, source: Source) -> bool:
     with suppress(OSError):
         stat = path.stat()
         if stat.st_nlink > 1:
-            return any(path.samefile(item.path) for item in source.items)
+            return FileState.of(stat).node in {state.node for state in source.states.values()}
     return False
 
 
@@ -187,16 +205,16 @@ def _wanted(source: Source, model: Model, settings: DatasetSettings, size: tuple
         smaller = None
         if settings.resize and item.media == "image":
             smaller = smaller_size(facts.width, facts.height, size, model.bucket_step)
-        num_bytes, mtime_ns = source.states[item.path]
-        made_of = f"{num_bytes} {mtime_ns}"
+        state = source.states[item.path]
+        made_of = f"{state.num_bytes} {state.mtime_ns}"
         if smaller:
             made_of += f" {RECIPE} {smaller[0]}x{smaller[1]}"
-        found[published] = Wanted(item.path, None, smaller, made_of, num_bytes, mtime_ns)
+        found[published] = Wanted(item.path, None, smaller, made_of, state.num_bytes, state)
         if not item.captions:  # a control image or a mask
             continue
         text = with_trigger(item.caption, settings.trigger).encode()
         name = item.path.stem + CAPTION
-        found[name] = Wanted(item.caption_path, text, None, manifest.caption_record(text), len(text), UNKNOWN)
+        found[name] = Wanted(item.caption_path, text, None, manifest.caption_record(text), len(text))
     return found
 
 

@@ -41,7 +41,7 @@ from wangen.generator.publish.captions import (
     normal,
     read_manifest,
 )
-from wangen.generator.publish.manifest import COARSE_NS
+from wangen.generator.publish.manifest import COARSE_NS, FileState
 from wangen.profiles import Model
 
 Advance = Callable[[str], None]
@@ -58,7 +58,7 @@ class Source:
         origin: its folder or jsonl.
         items: media with captions, in the order of their paths.
         facts: of each item's media, by path.
-        states: size in bytes and modification time in ns of each item's media, by path.
+        states: of each item's media, by path.
         left_out: what lies there and is no item, a line each.
         shared: media that share one caption file in the bundle, a line each.
         problems: what forbids publishing it.
@@ -69,7 +69,7 @@ class Source:
     origin: Path
     items: Sequence[Item]
     facts: Mapping[Path, MediaFacts]
-    states: Mapping[Path, tuple[int, int]]
+    states: Mapping[Path, FileState]
     left_out: Sequence[str] = ()
     shared: Sequence[str] = ()
     problems: Sequence[Problem] = ()
@@ -267,7 +267,7 @@ def _read_facts(paths: Sequence[Path], memo: "_Memo", advance: Advance) -> tuple
 
 
 class _Memo:
-    """Facts of media files that were read to their end, by path, size and modification time.
+    """Facts of media files that were read to their end, by path, size, modification time and inode.
 
     It only saves time: it may be deleted at any moment.
     """
@@ -276,24 +276,29 @@ class _Memo:
         self.path = path
         self._before = _read_memo(path) if path else {}
         self._now: dict[str, list[int | float]] = {}
-        self.states: dict[Path, tuple[int, int]] = {}
+        self.states: dict[Path, FileState] = {}
 
     def recall(self, path: Path) -> MediaFacts | None:
         """The facts of a file that did not change since they were kept."""
         record = self._before.get(str(path))
         with suppress(OSError):
-            stat = path.stat()
-            self.states[path] = stat.st_size, stat.st_mtime_ns
-        if record is None or tuple(record[:2]) != self.states.get(path):
+            self.states[path] = FileState.of(path.stat())
+        if record is None or path not in self.states or record[:3] != self._shown_by(path):
             return None
         self._now[str(path)] = record
-        return MediaFacts(int(record[2]), int(record[3]), int(record[4]), float(record[5]))
+        return MediaFacts(int(record[3]), int(record[4]), int(record[5]), float(record[6]))
 
     def keep(self, path: Path, facts: MediaFacts) -> None:
         """Remember what was found, unless the file is so young that it may still change without showing it."""
         state = self.states.get(path)
-        if state and time.time_ns() - state[1] > COARSE_NS:
-            self._now[str(path)] = [*state, facts.width, facts.height, facts.num_frames, facts.duration_s]
+        if state and time.time_ns() - state.mtime_ns > COARSE_NS:
+            shown = self._shown_by(path)
+            self._now[str(path)] = [*shown, facts.width, facts.height, facts.num_frames, facts.duration_s]
+
+    def _shown_by(self, path: Path) -> list[int | float]:
+        """What shows a change; not the change time, since publishing changes it, too, where it makes a link."""
+        state = self.states[path]
+        return [state.num_bytes, state.mtime_ns, state.node[1]]
 
     def write(self) -> None:
         """Write what belongs to this dataset; a disk that refuses costs time later, no more."""
@@ -313,5 +318,5 @@ def _read_memo(path: Path) -> dict[str, list[int | float]]:
     return {
         key: record
         for key, record in content.items()
-        if isinstance(record, list) and len(record) == 6 and all(type(value) in (int, float) for value in record)
+        if isinstance(record, list) and len(record) == 7 and all(type(value) in (int, float) for value in record)
     }
