@@ -162,9 +162,10 @@ def test_processes_under_nohup_outlive_their_terminal_as_well(tmp_path, monkeypa
     step = parse(Train, [*TRAIN, "--gpus", "auto", "--output_dir", str(tmp_path)])
     found: list[bool] = []
     start_by(monkeypatch, lambda config, *_: found.append("SIGHUP" in config.signals_to_handle))
-    launcher.train_together(step)
-    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)  # these tests may run under nohup themselves
     try:
+        launcher.train_together(step)
+        signal.signal(signal.SIGHUP, signal.SIG_IGN)
         launcher.train_together(step)
     finally:
         signal.signal(signal.SIGHUP, before)
