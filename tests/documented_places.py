@@ -115,7 +115,7 @@ def edits(folder: Path) -> None:
     """Edits with control images, and a tiny Qwen-Image-Edit in ComfyUI's files."""
     from tiny_qwen import picture, write_tiny_qwen
 
-    tiny = write_tiny_qwen(folder / ".qwen")
+    tiny = write_tiny_qwen(folder / ".qwen", size=1)  # a prompt's picture is of full size, some 1,400 tokens
     for path in tiny.single.values():
         path.rename(folder / path.name)
     (tiny.folder.parent / "comfyui" / "processor").rename(folder / "processor")

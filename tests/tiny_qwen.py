@@ -60,10 +60,11 @@ class TinyQwen:
         return dict(self.single) if single else dict.fromkeys(("dit", "vae", "t5"), self.folder)
 
 
-def make_transformer(*, zero_cond_t: bool = False, seed: int = 0) -> QwenImageTransformer2DModel:
+def make_transformer(*, zero_cond_t: bool = False, seed: int = 0, size: int = 2) -> QwenImageTransformer2DModel:
+    """A transformer of so many layers, each with so many heads."""
     torch.manual_seed(seed)
     model = QwenImageTransformer2DModel(
-        num_layers=2, num_attention_heads=2, joint_attention_dim=TEXT_DIM, zero_cond_t=zero_cond_t
+        num_layers=size, num_attention_heads=size, joint_attention_dim=TEXT_DIM, zero_cond_t=zero_cond_t
     )
     return _lively(model)
 
@@ -116,11 +117,11 @@ def make_tokenizer() -> Tokenizer:
     return tokenizer
 
 
-def write_tiny_qwen(folder: Path) -> TinyQwen:
-    """Write the pipeline's folder and ComfyUI's files."""
+def write_tiny_qwen(folder: Path, size: int = 2) -> TinyQwen:
+    """Write the pipeline's folder and ComfyUI's files; the size is that of `make_transformer`."""
     tokenizer = make_tokenizer()
     pipeline = folder / "Qwen-Image-Edit"
-    parts = {"transformer": make_transformer(), "vae": make_vae(), "text_encoder": make_text_encoder(tokenizer)}
+    parts = {"transformer": make_transformer(size=size), "vae": make_vae(), "text_encoder": make_text_encoder(tokenizer)}
     for name, part in parts.items():
         part.save_pretrained(pipeline / name)
     (pipeline / "processor").mkdir()
