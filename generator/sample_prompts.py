@@ -183,12 +183,17 @@ def make_prompt(
     guidance = _number(values, "cfg_scale", defaults["guidance_scale"], where)
     high = defaults["guidance_scale_high_noise"]
     own_high = guidance if high is None or "cfg_scale" in values else high
+    frames = _frames(values, defaults["video_length"], model, where)
+    image = _image(values, defaults["image_path"], model, where, folder)
+    if image and frames == 1 and model.condition == "text_or_image":
+        raise UsageError(f"{_told(values, 'frame_count')} 1 leaves nothing to make behind the first frame", where=where,
+                         cure="use 5 or more frames, or leave the picture out")  # fmt: skip
     return SamplePrompt(
         prompt=text.strip(),
         negative_prompt=_words(values, "negative_prompt", defaults["negative_prompt"], where),
         width=width,
         height=height,
-        frames=_frames(values, defaults["video_length"], model, where),
+        frames=frames,
         fps=defaults["fps"],
         seed=_integer(values, "seed", seed, where, 0, MAX_SEED),
         steps=_integer(values, "sample_steps", defaults["infer_steps"], where, least_steps, MAX_STEPS),
@@ -196,7 +201,7 @@ def make_prompt(
         guidance=guidance,
         guidance_high_noise=_number(values, "cfg_scale_high_noise", own_high, where),
         sampler=_sampler(values, defaults["sample_solver"], model, where),
-        image=_image(values, defaults["image_path"], model, where, folder),
+        image=image,
         controls=controls,
         background=color(defaults["background_color"], "--background_color"),
     )

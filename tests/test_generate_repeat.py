@@ -96,10 +96,10 @@ def test_other_weights_are_named_with_both_identities_and_taken_when_it_is_said(
 
 def test_another_first_frame_is_refused(tiny_run, tmp_path):
     tiny = tiny_task("ti2v-5B", tiny_run, tmp_path / "weights")
-    made(tiny, tmp_path / "a.png", video_length=1, infer_steps=1)
+    made(tiny, tmp_path / "a.mp4", video_length=5, infer_steps=1)
     Image.new("RGB", (64, 64)).save(tmp_path / "black.png")
     with pytest.raises(WangenError, match=r"--image_path: [0-9a-f]{16} in the file, [0-9a-f]{16} given"):
-        generate.run(again(tiny, tmp_path / "a.png", tmp_path / "b.png", image_path=tmp_path / "black.png"))
+        generate.run(again(tiny, tmp_path / "a.mp4", tmp_path / "b.mp4", image_path=tmp_path / "black.png"))
 
 
 @pytest.mark.parametrize(

@@ -155,6 +155,9 @@ def test_the_5b_has_sizes_of_32_and_may_have_a_first_frame(tmp_path, monkeypatch
     assert read_prompts(path, TI2V, 42)[0].image == tmp_path / "cat.png"  # beside the prompt file
     with pytest.raises(UsageError, match="width 80 is no multiple of 32"):
         read_prompts(write(tmp_path, "b.txt", "A cat --w 80"), TI2V, 42)
+    with pytest.raises(UsageError, match="frame_count 1 leaves nothing to make behind the first frame"):
+        read_prompts(write(tmp_path, "c.txt", "A cat --f 1 --i cat.png"), TI2V, 42)
+    assert read_prompts(write(tmp_path, "d.txt", "A cat --f 1"), TI2V, 42)[0].frames == 1
 
 
 def test_image_to_video_needs_its_first_frame(tmp_path):

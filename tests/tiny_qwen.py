@@ -121,7 +121,11 @@ def write_tiny_qwen(folder: Path, size: int = 2) -> TinyQwen:
     """Write the pipeline's folder and ComfyUI's files; the size is that of `make_transformer`."""
     tokenizer = make_tokenizer()
     pipeline = folder / "Qwen-Image-Edit"
-    parts = {"transformer": make_transformer(size=size), "vae": make_vae(), "text_encoder": make_text_encoder(tokenizer)}
+    parts = {
+        "transformer": make_transformer(size=size),
+        "vae": make_vae(),
+        "text_encoder": make_text_encoder(tokenizer),
+    }
     for name, part in parts.items():
         part.save_pretrained(pipeline / name)
     (pipeline / "processor").mkdir()
