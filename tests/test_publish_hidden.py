@@ -1,6 +1,7 @@
 """Changes that neither size nor time tells: swapped names, edits that keep both, a workspace that was copied."""
 
 import errno
+import json
 import os
 import shutil
 from pathlib import Path
@@ -184,3 +185,86 @@ def test_a_large_file_is_known_by_its_size_and_five_places(tmp_path: Path):
     (tmp_path / "a").write_bytes(bytes(size + 1))
     digests.add(manifest.media_digest(tmp_path / "a"))
     assert len(digests) == 5
+
+
+# ---- what the manifest does not say ------------------------------------------------------------------------------
+
+
+def records(place: Path) -> dict[str, list[object]]:
+    """What the manifest says of each picture."""
+    found: dict[str, list[object]] = json.loads((media(place) / manifest.NAME).read_text())["files"]
+    return {name: record for name, record in found.items() if name.endswith(".bmp")}
+
+
+def rewrite(place: Path, num_fields: int) -> None:
+    """Leave so many fields of each record, as an earlier version or a publish that was interrupted does."""
+    content = json.loads((media(place) / manifest.NAME).read_text())
+    told = {name: record[:num_fields] for name, record in content["files"].items()}
+    (media(place) / manifest.NAME).write_text(json.dumps(content | {"files": told}))
+
+
+@pytest.mark.parametrize("num_fields", [4, 5])
+def test_a_shorter_record_is_completed(place: Path, way: str, num_fields: int):
+    assert publish(place) == 0
+    whole = records(place)
+    rewrite(place, num_fields)
+    assert publish(place) == 0
+    assert records(place) == whole
+    rewrite(place, num_fields)
+    put(place, "red", bitmap((80, 80), 5))
+    assert publish(place) == 0
+    assert published(place, "red") == bitmap((80, 80), 5)
+
+
+def test_a_copied_workspace_of_shorter_records_holds_what_it_shall(place: Path, tmp_path: Path, way: str, capsys):
+    assert publish(place) == 0
+    rewrite(place, 4)
+    place.rename(tmp_path / "there")
+    for path in media(tmp_path / "there").glob("*.bmp"):
+        content = path.read_bytes()
+        path.unlink()
+        path.write_bytes(content)
+    capsys.readouterr()
+    assert publish(tmp_path / "there") == 0
+    assert "was changed in the bundle" not in capsys.readouterr().out
+
+
+def test_a_copy_of_another_size_and_the_same_time_was_edited(place: Path, capsys):
+    assert publish(place) == 0
+    edited = media(place) / "red.bmp"
+    edited.unlink()
+    edited.write_bytes(bitmap((48, 48)))
+    os.utime(edited, ns=(NOON_NS, NOON_NS))
+    for size in ((64, 64), (80, 80)):
+        put(place, "red", bitmap(size))
+        capsys.readouterr()
+        assert publish(place) == 0
+        assert "red.bmp was changed in the bundle and stays" in capsys.readouterr().out
+        assert edited.read_bytes() == bitmap((48, 48))
+
+
+def test_a_smaller_copy_whose_time_is_another_is_not_made_anew(place: Path, monkeypatch: pytest.MonkeyPatch, capsys):
+    """Another version of Pillow would make other bytes of it."""
+    put(place, "red", bitmap((256, 256)))
+    assert publish(place, "--resize") == 0
+    before = published(place, "red")
+    os.utime(media(place) / "red.bmp", ns=(NOON_NS + 10**12, NOON_NS + 10**12))
+    monkeypatch.setattr("wangen.generator.publish.folder.bake", lambda *_: b"other bytes")
+    capsys.readouterr()
+    assert publish(place, "--resize") == 0
+    assert "was changed in the bundle" not in capsys.readouterr().out
+    assert published(place, "red") == before
+
+
+def test_what_somebody_put_into_the_bundle_may_be_what_is_wanted(place: Path, way: str, capsys):
+    assert publish(place) == 0
+    new = bitmap((80, 80), 5)
+    (media(place) / "red.bmp").unlink()
+    (media(place) / "red.bmp").write_bytes(new)
+    put(place, "red", new)
+    capsys.readouterr()
+    assert publish(place) == 0
+    assert "was changed in the bundle" not in capsys.readouterr().out
+    put(place, "red", bitmap((96, 96), 6))
+    assert publish(place) == 0
+    assert published(place, "red") == bitmap((96, 96), 6)

@@ -149,7 +149,7 @@ def _look_again(plan: FolderPlan, name: str, source: Source, wanted: Wanted, rec
             untouched = stat.st_mtime_ns + COARSE_NS < plan.known.written_ns
         else:
             # A publish that was interrupted has left no digest.
-            untouched = abs(stat.st_mtime_ns - record.mtime_ns) <= COARSE_NS and bool(record.digest)
+            untouched = abs(stat.st_mtime_ns - record.mtime_ns) <= COARSE_NS and bool(record.source_digest)
             is_link = wanted.state.node == FileState.of(stat).node
             known_by_file = is_link or record.source_file == wanted.state.file
         if untouched and known_by_file and stat.st_size == record.size:
