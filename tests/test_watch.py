@@ -273,6 +273,36 @@ def test_a_start_is_newer_than_the_report_of_the_one_before_and_than_another_run
     assert status_of(read_run(folder, "cats"), time.time()).word == "finished"
 
 
+@pytest.mark.parametrize("seconds", [-50, 0])
+def test_a_start_that_has_ended_since_is_its_report(tmp_path, seconds):
+    """Of a run whose process was killed between its report and the removal of what it said at its start."""
+    folder = write_metrics(tmp_path, [step_line(1)])
+    begin(folder, "cats", 5)
+    report = {"step": "train", "ok": True, "settings": {"output_name": "cats", "seed": 3}}
+    (folder / "train.report.json").write_text(json.dumps(report))
+    now = (folder / "train.report.json").stat().st_mtime
+    os.utime(folder / "train.begun.json", (now + seconds, now + seconds))
+    os.utime(folder / "train.report.json", (now, now))
+    run = read_run(folder, None)
+    assert status_of(run, time.time()).word == "finished"
+    assert run.settings["seed"] == 3
+
+
+@pytest.mark.parametrize("text", ["[1]", "{", '"begun"'])
+def test_a_start_that_is_none_is_no_start(tmp_path, text):
+    folder = write_metrics(tmp_path, [step_line(1)])
+    (folder / "train.begun.json").write_text(text)
+    run = read_run(folder, None)
+    assert (run.name, status_of(run, time.time()).text) == ("cats", "Step 1: training.")
+
+
+def test_a_run_that_has_begun_has_its_name_before_its_first_line(tmp_path):
+    (tmp_path / "dogs.safetensors").write_bytes(NO_TENSORS)
+    begin(tmp_path, "cats", 5)
+    assert read_run(tmp_path, None).name == "cats"
+    assert read_run(tmp_path, "cats").settings == {"output_name": "cats"}
+
+
 def test_a_finished_run_stays_finished_when_another_one_follows_in_its_folder(tmp_path):
     folder = write_metrics(tmp_path, [step_line(1), step_line(1, output_name="dogs")])
     (folder / "cats.safetensors").write_bytes(NO_TENSORS)
