@@ -4,8 +4,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from wangen.generator.errors import WangenError
-from wangen.generator.headers import read_header
-from wangen.generator.kinds import has_clean_controls
+from wangen.generator.headers import has_clean_controls, read_header
 from wangen.profiles import Model
 
 TEXT, EDIT, EDIT_PLUS = "qwen-image", "qwen-image-edit", "qwen-image-edit-plus"

@@ -4,10 +4,13 @@ Standard library only, milliseconds per file, nothing executed. What the file is
 """
 
 import hashlib
+import json
 import re
+from contextlib import suppress
 from pathlib import Path, PurePosixPath, PureWindowsPath
 from typing import Any
 
+from wangen.generator.companions import CLEAN_CONTROLS, strip_prefix
 from wangen.generator.errors import WangenError
 from wangen.generator.formats import DOWNLOAD_AGAIN, Header, TensorInfo, quoted
 from wangen.generator.formats.one_file import fingerprint, read_file, unreadable
@@ -124,18 +127,47 @@ def identity(path: Path, flag: str = "") -> str:
     """A digest (64 hex digits) that tells one weight file from another without reading all of it.
 
     Safetensors and GGUF: header, size and 64 mebibytes spread evenly over each file. `.pth`: names, sizes and
-    checksums from the zip directory. The file's name and date play no part.
+    checksums from the zip directory. The file's name and date play no part; of the configuration beside a `--dit` it is
+    `has_clean_controls` alone, which makes another model of the same weights.
 
     Raises:
         WangenError: as `read_header`.
     """
-    digest = hashlib.sha256()
+    digest, marked = hashlib.sha256(), False
     for file in shards(path, flag):
         header = read_file(file)
         digest.update(f"{header.format} {file.stat().st_size}\n".encode())
         for piece in fingerprint(file, header):
             digest.update(piece)
+        marked = marked or has_marker(header)
+    if flag == "--dit" and not marked and says_clean_controls(path):
+        digest.update(CLEAN_CONTROLS.encode())
     return digest.hexdigest()
+
+
+def has_clean_controls(path: Path, header: Header) -> bool:
+    """Whether control images have timestep 0, as in Edit 2511.
+
+    No weight says it, but ComfyUI's marker or the configuration beside the weights do.
+
+    Args:
+        path: as it was given to `--dit`.
+        header: of that file or folder.
+    """
+    return has_marker(header) or says_clean_controls(path)
+
+
+def has_marker(header: Header) -> bool:
+    """Whether a file has ComfyUI's marker of Edit 2511."""
+    return any(strip_prefix(name) == CLEAN_CONTROLS for name in header.tensors)
+
+
+def says_clean_controls(path: Path) -> bool:
+    """Whether the configuration beside the weights of a `--dit` is that of Edit 2511."""
+    with suppress(OSError, ValueError, RecursionError, AttributeError):
+        config = json.loads((shards(path, "--dit")[0].parent / "config.json").read_text(encoding="utf-8"))
+        return config.get("zero_cond_t") is True
+    return False
 
 
 def _in_folder(folder: Path, flag: str) -> Path:

@@ -7,16 +7,14 @@ Qwen-Image; Qwen-Image and its Edit models. `Facts` then names every profile tha
 is given as a hint, no more.
 """
 
-import json
 import math
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from wangen import profiles
 from wangen.generator import relatives
-from wangen.generator.companions import CLEAN_CONTROLS, TRANSFORMER_PREFIX, sort_out, strip_prefix
+from wangen.generator.companions import TRANSFORMER_PREFIX, sort_out, strip_prefix
 from wangen.generator.errors import WangenError
 from wangen.generator.expert_names import expert_said, noted_expert
 from wangen.generator.formats import Header
@@ -205,23 +203,6 @@ def require(path: Path, judged: Judged, kinds: str | Sequence[str], flag: str, t
         return
     cure = f"give {takes}{_belongs(judged.kind, flag, judged.profiles)}"
     raise WangenError(f"this is {judged.words}; {taker} takes {takes}", where=str(path), cure=cure)
-
-
-def has_clean_controls(path: Path, header: Header) -> bool:
-    """Whether control images have timestep 0, as in Edit 2511.
-
-    No weight says it, but ComfyUI's marker or the configuration beside the weights do.
-
-    Args:
-        path: as it was given to `--dit`.
-        header: of that file or folder.
-    """
-    if any(strip_prefix(name) == CLEAN_CONTROLS for name in header.tensors):
-        return True
-    with suppress(OSError, ValueError, RecursionError, AttributeError):
-        config = json.loads((shards(path, "--dit")[0].parent / "config.json").read_text(encoding="utf-8"))
-        return config.get("zero_cond_t") is True
-    return False
 
 
 def _judge(header: Header) -> Judged:

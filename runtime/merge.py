@@ -21,7 +21,8 @@ from wangen.generator.experts import expert_of
 from wangen.generator.files import write_text
 from wangen.generator.formats import Header, TensorInfo
 from wangen.generator.header_keys import CONVERTED, EXPERT, MERGED
-from wangen.generator.kinds import expect, has_clean_controls, judge
+from wangen.generator.headers import has_clean_controls
+from wangen.generator.kinds import expect, judge
 from wangen.generator.lora_config import STALE
 from wangen.generator.lora_keys import module_name
 from wangen.generator.workspace import require_writable

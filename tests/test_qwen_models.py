@@ -14,6 +14,7 @@ from tokenizers import Tokenizer
 from wangen import profiles
 from wangen.generator.cli import main
 from wangen.generator.errors import WangenError
+from wangen.generator.headers import identity
 from wangen.generator.kinds import examine
 from wangen.runtime.models import family
 from wangen.runtime.models.qwen_image_edit.text_encoder import load_text_encoder, load_tokenizer
@@ -107,6 +108,21 @@ def test_a_2511_by_its_name_alone_is_told(tiny_qwen: TinyQwen, tmp_path: Path, c
     assert load_transformer(path).config.zero_cond_t
     assert not load_transformer(tiny_qwen.single["dit"]).config.zero_cond_t
     assert not caplog.records
+
+
+def test_a_configuration_that_makes_a_2511_of_weights_makes_other_weights_of_them(tmp_path: Path):
+    """So that a run does not go on, and no result is taken for its own, when it is put beside them."""
+    plain, marked = tmp_path / "plain.safetensors", tmp_path / "marked.safetensors"
+    weights = {name: value.contiguous() for name, value in make_transformer(size=1).state_dict().items()}
+    save_file(weights, plain)
+    save_file(weights | {"__index_timestep_zero__": torch.zeros(0)}, marked)
+    before = {path: identity(path, "--dit") for path in (plain, marked)}
+    (tmp_path / "config.json").write_text('{"zero_cond_t": false}', encoding="utf-8")
+    assert {path: identity(path, "--dit") for path in (plain, marked)} == before
+    (tmp_path / "config.json").write_text('{"zero_cond_t": true}', encoding="utf-8")
+    assert identity(plain, "--dit") not in before.values()
+    assert identity(marked, "--dit") == before[marked]  # it was one already
+    assert identity(plain, "--vae") == before[plain]
 
 
 def test_a_2511_that_is_merged_from_a_folder_stays_one(tmp_path: Path):

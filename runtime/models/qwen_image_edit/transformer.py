@@ -14,8 +14,8 @@ from diffusers.models.transformers.transformer_qwenimage import QwenImageTransfo
 
 from wangen.generator.companions import CLEAN_CONTROLS
 from wangen.generator.errors import WangenError
-from wangen.generator.headers import read_header
-from wangen.generator.kinds import expect, has_clean_controls
+from wangen.generator.headers import has_clean_controls, read_header
+from wangen.generator.kinds import expect
 from wangen.generator.layouts import HEAD_DIM, QWEN_CELLS
 from wangen.runtime.memory.quantize import Mode, in_blocks
 from wangen.runtime.models.inputs import Controls, require_width
