@@ -87,6 +87,21 @@ def test_footage_that_is_gone_is_no_fault_of_a_finished_run_and_of_no_other(vide
         prepare(tmp_path / "videos", tmp_path / "out")
 
 
+def test_labels_that_were_edited_are_no_finished_run_s(videos, tmp_path):
+    shutil.copytree(videos, tmp_path / "videos")
+    table, output = tmp_path / "labels.csv", tmp_path / "out"
+    names = sorted(path.name for path in videos.glob("*.mp4"))
+    table.write_text("video,prompt\n" + "".join(f"{name},one of them\n" for name in names))
+    assert prepare(tmp_path / "videos", output, labels=table).ok
+    shutil.rmtree(tmp_path / "videos")
+    assert prepare(tmp_path / "videos", output, labels=table).ok
+    table.write_text(table.read_text().replace("one", "two"))
+    with pytest.raises(UsageError, match="no such folder of videos"):
+        prepare(tmp_path / "videos", output, labels=table)
+    table.unlink()  # gone with the footage
+    assert prepare(tmp_path / "videos", output, labels=table).ok
+
+
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="forks")
 def test_a_run_killed_anywhere_goes_on_to_the_same_bytes(videos, whole, tmp_path):
     def work(output: Path) -> int:

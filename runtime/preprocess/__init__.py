@@ -9,11 +9,12 @@ on, and ends with the same bytes as one that was not.
 import json
 import logging
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 
 from wangen.generator.dataset import Problem
 from wangen.generator.errors import UsageError, WangenError, many
-from wangen.generator.files import remove, write_text
+from wangen.generator.files import is_file, remove, write_text
 from wangen.generator.footage import PAGES, SETTINGS, edited_manifests, text_digest, written_digests
 from wangen.generator.install import require_library
 from wangen.generator.lock import hold
@@ -188,12 +189,7 @@ def _say_changes(options: Preprocess, place: Place) -> None:
         WangenError: the folder cannot be written.
     """
     now = _settings(options)
-    try:
-        before = json.loads(place.settings.read_bytes())
-    except (OSError, ValueError, RecursionError):
-        before = now
-    if not isinstance(before, dict):
-        before = now
+    before = _settings_before(place) or now
     changed = [f"--{name} {before[name]} -> {now[name]}" for name in now if before.get(name, now[name]) != now[name]]
     if changed:
         log.info("  changed since the last run: %s; clips that are no longer right are made anew", ", ".join(changed))
@@ -201,10 +197,20 @@ def _say_changes(options: Preprocess, place: Place) -> None:
 
 
 def _settings(options: Preprocess) -> dict[str, str | None]:
-    """The flags that decide what is written, as they are remembered."""
+    """The flags that decide what is written, as they are remembered, and what the labels say."""
     names = [option.name for option in options_of(Preprocess) if option.name not in _SILENT]
     now = {name: None if (value := getattr(options, name)) is None else str(value) for name in names}
+    if options.labels and is_file(options.labels):
+        now["labels"] = f"{options.labels} ({text_digest(options.labels.read_bytes())[:8]})"
     return now | {"videos": str(options.videos.resolve())}
+
+
+def _settings_before(place: Place) -> dict[str, str | None]:
+    """Those of the last run; empty where there was none."""
+    with suppress(OSError, ValueError, RecursionError):
+        found = json.loads(place.settings.read_bytes())
+        return found if isinstance(found, dict) else {}
+    return {}
 
 
 def _text_of(settings: dict[str, str | None]) -> str:
@@ -213,8 +219,10 @@ def _text_of(settings: dict[str, str | None]) -> str:
 
 def _is_done(options: Preprocess, place: Place) -> bool:
     """Whether a run with these flags came to its end, and nobody took its manifests away."""
-    known = written_digests(place.folder).get(SETTINGS)
-    return known == text_digest(_text_of(_settings(options)).encode()) and all(map(Path.is_file, place.manifests))
+    known, now = written_digests(place.folder).get(SETTINGS), _settings(options)
+    if options.labels and not is_file(options.labels):  # gone with the footage
+        now["labels"] = _settings_before(place).get("labels")
+    return known == text_digest(_text_of(now).encode()) and all(map(Path.is_file, place.manifests))
 
 
 def _without_copies(known: Sequence[Known]) -> tuple[list[Known], list[tuple[Known, str]]]:
