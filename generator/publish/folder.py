@@ -154,7 +154,7 @@ def _look_again(plan: FolderPlan, name: str, source: Source, wanted: Wanted, rec
             known_by_file = is_link or record.source_file == wanted.state.file
         if untouched and known_by_file and stat.st_size == record.size:
             return
-    if not (known_by_file or _holds(wanted.origin, record.source_digest)):
+    if not (known_by_file or _holds(wanted.origin, record.source_digest) or _same_content(wanted, path)):
         _judge(plan, name, source, wanted)
     elif not (plan.known.match(path) or _same_content(wanted, path)):
         plan.kept.append(name)
@@ -163,9 +163,9 @@ def _look_again(plan: FolderPlan, name: str, source: Source, wanted: Wanted, rec
 
 
 def _holds(path: Path, digest: str) -> bool:
-    """Whether a file has this digest, or none is known."""
+    """Whether a file has this digest, which may not be known."""
     try:
-        return not digest or manifest.media_digest(path) == digest
+        return bool(digest) and manifest.media_digest(path) == digest
     except OSError:
         return False
 

@@ -267,7 +267,7 @@ def _read_facts(paths: Sequence[Path], memo: "_Memo", advance: Advance) -> tuple
 
 
 class _Memo:
-    """Facts of media files that were read to their end, by path, size, modification time and inode.
+    """Facts of media files that were read to their end, by path, size, times and inode.
 
     It only saves time: it may be deleted at any moment.
     """
@@ -283,10 +283,14 @@ class _Memo:
         record = self._before.get(str(path))
         with suppress(OSError):
             self.states[path] = FileState.of(path.stat())
-        if record is None or path not in self.states or record[:3] != self._shown_by(path):
+        if record is None or path not in self.states:
             return None
-        self._now[str(path)] = record
-        return MediaFacts(int(record[3]), int(record[4]), int(record[5]), float(record[6]))
+        shown, (*before, changed_ns, num_links), facts = self._shown_by(path), record[:5], record[5:]
+        # A link more or less is another change time, too.
+        if shown[:3] != before or (shown[3] != changed_ns and shown[4] == num_links):
+            return None
+        self._now[str(path)] = [*shown, *facts]
+        return MediaFacts(int(facts[0]), int(facts[1]), int(facts[2]), float(facts[3]))
 
     def keep(self, path: Path, facts: MediaFacts) -> None:
         """Remember what was found, unless the file is so young that it may still change without showing it."""
@@ -296,9 +300,9 @@ class _Memo:
             self._now[str(path)] = [*shown, facts.width, facts.height, facts.num_frames, facts.duration_s]
 
     def _shown_by(self, path: Path) -> list[int | float]:
-        """What shows a change; not the change time, since publishing changes it, too, where it makes a link."""
+        """What shows a change."""
         state = self.states[path]
-        return [state.num_bytes, state.mtime_ns, state.node[1]]
+        return [state.num_bytes, state.mtime_ns, state.node[1], state.changed_ns, state.num_links]
 
     def write(self) -> None:
         """Write what belongs to this dataset; a disk that refuses costs time later, no more."""
@@ -318,5 +322,5 @@ def _read_memo(path: Path) -> dict[str, list[int | float]]:
     return {
         key: record
         for key, record in content.items()
-        if isinstance(record, list) and len(record) == 7 and all(type(value) in (int, float) for value in record)
+        if isinstance(record, list) and len(record) == 9 and all(type(value) in (int, float) for value in record)
     }
