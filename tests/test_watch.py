@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from helpers import make_clip
+from helpers import image_bytes, make_clip, write_tree
 from report_runs import NO_TENSORS, evaluation, step_line, write_metrics
 
 from wangen.generator import lock
@@ -271,6 +271,28 @@ def test_a_start_is_newer_than_the_report_of_the_one_before_and_than_another_run
     begin(folder, "dogs", 7, settings={"output_name": "dogs"})
     assert status_of(read_run(folder, None), time.time()).text == "Step 0 of 7: training."
     assert status_of(read_run(folder, "cats"), time.time()).word == "finished"
+
+
+def test_a_copy_of_a_finished_run_is_finished(tmp_path):
+    folder = write_metrics(tmp_path, [step_line(1), step_line(2)])
+    for steps, word in ((2, "finished"), (1, "running")):
+        report = {"step": "train", "ok": True, "settings": {"output_name": "cats"}, "counts": {"steps": steps}}
+        (folder / "train.report.json").write_text(json.dumps(report))
+        os.utime(folder / "train.report.json", (1e9, 1e9))
+        assert status_of(read_run(folder, None), time.time()).word == word
+
+
+def test_the_dataset_is_looked_at_again_when_training_is_started_again(tmp_path):
+    folder = write_metrics(tmp_path / "run", [step_line(1)])
+    toml = tmp_path / "cats.toml"
+    write_tree(tmp_path / "cats", {"a.txt": "a first caption", "a.png": image_bytes(format="PNG")})
+    toml.write_text(f'[[datasets]]\nimage_directory = "{tmp_path / "cats"}"\ncache_directory = "{tmp_path / "c"}"\n'
+                    'resolution = [64, 64]\ncaption_extension = ".txt"\n')  # fmt: skip
+    with served(folder, dataset_config=toml) as server:
+        assert "a first caption" in html_of(told(server))
+        (tmp_path / "cats" / "a.txt").write_text("a second caption")
+        begin(folder, "cats", 5)
+        assert "a second caption" in html_of(told(server))
 
 
 @pytest.mark.parametrize("seconds", [-50, 0])

@@ -26,7 +26,7 @@ from wangen.runtime.report.run_files import (
     read_run,
 )
 from wangen.runtime.report.server import LiveServer
-from wangen.runtime.report.step_reports import is_number, time_s
+from wangen.runtime.report.step_reports import is_number, mapping, time_s
 
 log = logging.getLogger("wangen")
 
@@ -46,7 +46,7 @@ class LiveRun:
     """A run as its folder shows it now; read again only when a file changed. Safe for several threads."""
 
     def __init__(self, options: Watch) -> None:
-        """Read the run once, with its dataset, which stays as it is.
+        """Read the run once, with its dataset, which stays as it is until training is started again.
 
         Raises:
             UsageError: no such folder, no such run in it, or two datasets are given.
@@ -56,6 +56,7 @@ class LiveRun:
         self._log = MetricsLog(self._folder / METRICS)
         self._lock, self._media = threading.Lock(), Served()
         self._dataset: DatasetPart | None = None
+        self._begun: object = None
         self._mark: tuple[Any, ...] | None = None
         self._next_s = 0.0
         self._read()
@@ -65,8 +66,10 @@ class LiveRun:
         signature, started_s = tuple(_signature(self._folder)), time.monotonic()
         if signature != self._mark and started_s >= self._next_s:
             self.run = read_run(self._folder, self._options.output_name, self._log)
-            if self._dataset is None or (self._dataset.problem and self.run.told(*DATASET_FLAGS)):
-                self._dataset = look_at_dataset(self.run, self._dataset_file)
+            begun = self.run.reports.get("train", {}).get("begun", self._begun)
+            looks = self._dataset is None or (self._dataset.problem and self.run.told(*DATASET_FLAGS))
+            if looks or begun != self._begun:  # a start may follow changes of it
+                self._dataset, self._begun = look_at_dataset(self.run, self._dataset_file), begun
             self._sections = make_sections(self.run, self._dataset, self._media)
             self._mark = signature
             took_s = time.monotonic() - started_s
@@ -125,7 +128,8 @@ def status_of(run: RunFiles, now_s: float) -> Status:
     """
     written_s, reported_s = time_s(run.folder / METRICS), time_s(run.folder / TRAIN_REPORT)
     told = run.reports.get("train", {})
-    if reported_s >= written_s and told and "begun" not in told:
+    is_last = reported_s >= written_s or mapping(told, "counts").get("steps") == run.num_steps  # as in a copy
+    if is_last and told and "begun" not in told:
         if told.get("ok"):
             return Status("finished", f"Finished: {run.num_steps} steps.")
         return Status("stopped", f"Failed: {told.get('summary', '')}")
