@@ -316,9 +316,10 @@ def _training_latents(judged: Judged) -> TrainingLatents | None:
     if not judged.training or not judged.options.num_videos:
         return None
     clips = [
-        TrainingClip(item.sample.name, item.sample.source.digest, partial(latent_of, item)) for item in judged.training
+        TrainingClip(item.sample.name, item.sample.source.digest, partial(latent_of, item), item.latent.key)
+        for item in judged.training
     ]
-    return TrainingLatents(clips, digest([item.latent.key for item in judged.training]))
+    return TrainingLatents(clips, digest(sorted(clip.key for clip in clips)))
 
 
 def _videos(

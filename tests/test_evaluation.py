@@ -388,10 +388,10 @@ def test_a_note_of_other_training_clips_tells_nothing_and_motion_is_that_of_the_
         write_media(made.path, torch.from_numpy(frames).permute(3, 0, 1, 2) / 127.5 - 1, 8, {})
         return made
 
-    training = TrainingLatents([TrainingClip("one", "a", lambda: torch.ones(1))], "digest")
+    training = TrainingLatents([TrainingClip("its name now", "a", lambda: torch.ones(1), "key")], "digest")
     jobs = [job(None, clip()), job(Candidate("own", 1, Path("own.safetensors")), clip(1))]
-    near = {"name": "one", "distance": 0.1, "share": 0.2}
-    for told, found in (("digest", near), ("another", {})):
+    near = {"name": "one", "distance": 0.1, "share": 0.2, "key": "key"}
+    for told, found in (("digest", near | {"name": "its name now"}), ("another", {})):
         note = {"training": told, "settings": jobs[0].digest, "nearest": near}
         jobs[0].note.write_text(json.dumps(note), encoding="utf-8")
         assert jobs[0].nearest(training) == found

@@ -26,11 +26,13 @@ class Neighbour:
         name: of the training clip.
         distance: root of the mean squared difference of their latents.
         share: of the median distance between a training clip and the nearest of another file; None of a single file.
+        key: of the training clip.
     """
 
     name: str
     distance: float
     share: float | None
+    key: str = ""
 
     @property
     def is_copy(self) -> bool:
@@ -46,11 +48,13 @@ class TrainingClip:
         name: of the clip.
         source: digest of its file.
         read: gives its latents (C, F, h, w).
+        key: of these, whatever the clip is called.
     """
 
     name: str
     source: str
     read: Callable[[], Tensor]
+    key: str = ""
 
 
 class TrainingLatents:
@@ -59,19 +63,23 @@ class TrainingLatents:
     Args:
         clips: one or more. Latents of another shape than the first's are resampled to it.
         digest: of all of them.
+
+    Attributes:
+        names: key -> name of those that have a key.
     """
 
     def __init__(self, clips: Sequence[TrainingClip], digest: str = "") -> None:
         self._clips = tuple(clips)
         self.digest = digest
+        self.names = {clip.key: clip.name for clip in self._clips if clip.key}
 
     def nearest(self, latent: Tensor) -> Neighbour:
         """The nearest training clip to latents (C, F, h, w)."""
         shape, rows = self._rows
         distances = _distances(_row(latent, shape)[None], rows)[0]
         index = int(distances.argmin())
-        distance, usual = distances[index].item(), self._usual
-        return Neighbour(self._clips[index].name, distance, distance / usual if usual else None)
+        distance, usual, clip = distances[index].item(), self._usual, self._clips[index]
+        return Neighbour(clip.name, distance, distance / usual if usual else None, clip.key)
 
     @cached_property
     def _rows(self) -> tuple[torch.Size, Tensor]:

@@ -86,7 +86,8 @@ class Job:
         with suppress(OSError, ValueError, RecursionError, KeyError, TypeError):
             note = json.loads(self.note.read_text(encoding="utf-8"))
             if note["training"] == training.digest and note["settings"] == self.digest:
-                return dict(note["nearest"])
+                found = dict(note["nearest"])
+                return found | {"name": training.names.get(found.get("key"), found["name"])}  # it may be renamed since
         return {}
 
 
