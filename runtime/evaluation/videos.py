@@ -87,7 +87,9 @@ class Job:
             note = json.loads(self.note.read_text(encoding="utf-8"))
             if note["training"] == training.digest and note["settings"] == self.digest:
                 found = dict(note["nearest"])
-                return found | {"name": training.names.get(found.get("key"), found["name"])}  # it may be renamed since
+                return found | {
+                    "name": training.names.get(found.get("key", ""), found["name"])
+                }  # it may be renamed since
         return {}
 
 

@@ -67,8 +67,8 @@ class LiveRun:
         if signature != self._mark and started_s >= self._next_s:
             self.run = read_run(self._folder, self._options.output_name, self._log)
             begun = self.run.reports.get("train", {}).get("begun", self._begun)
-            looks = self._dataset is None or (self._dataset.problem and self.run.told(*DATASET_FLAGS))
-            if looks or begun != self._begun:  # a start may follow changes of it
+            is_known_now = self._dataset and self._dataset.problem and self.run.told(*DATASET_FLAGS)
+            if self._dataset is None or is_known_now or begun != self._begun:  # a start may follow changes of it
                 self._dataset, self._begun = look_at_dataset(self.run, self._dataset_file), begun
             self._sections = make_sections(self.run, self._dataset, self._media)
             self._mark = signature
