@@ -59,4 +59,10 @@ def entry() -> None:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         code = code or 1
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the work is done: only the interpreter is left to end
+    if os.environ.get("WORLD_SIZE", "1") != "1":
+        # Of processes that trained together the interpreter would end the threads of gloo, which may abort (torch 2.13:
+        # 3 of some 60 ends with --parallel fsdp).
+        if sys.stderr:
+            sys.stderr.flush()
+        os._exit(code)
     sys.exit(code)

@@ -180,7 +180,7 @@ def _run_alone(options: Train, asked: Train, free: int | None, device: torch.dev
         for path in save_loras(training):  # before the logs are closed, which may wait for a network
             log.info("  saved %s", path)
     if ranks.is_first:
-        (options.output_dir / BEGUN).unlink(missing_ok=True)  # the report follows
+        _say_that_it_ended(options)
     for line in lost_best(plan, training.facts) if ranks.is_first else ():
         log.warning("  %s", line)
     speed = watching.speed()
@@ -199,6 +199,11 @@ def _say_what_begins(training: Run, asked: Train) -> None:
     )  # fmt: skip
 
 
+def _say_that_it_ended(options: Train) -> None:
+    """The report follows."""
+    (options.output_dir / BEGUN).unlink(missing_ok=True)
+
+
 def _done_before(
     plan: Plan, device: torch.device, state: TrainingState, changed: Mapping[str, str], ranks: Ranks
 ) -> Report:
@@ -211,6 +216,8 @@ def _done_before(
         save_loras(_prepare(plan, device, state, Ranks()))
     elif ranks.is_first:  # flags of saving may have changed; equal bytes are written again
         save_state_as_loras(plan, state)
+    if ranks.is_first:
+        _say_that_it_ended(plan.options)
     for line in (*not_looked_at(plan, state), *lost_best(plan, state.facts)):
         log.warning("  %s", line)
     return _report(plan, state.step, {**state.facts, **_timing_before(plan.options)}, done_before=True)

@@ -110,6 +110,19 @@ def test_ctrl_c_while_libraries_are_imported_is_one_message_and_exit_1(tiny_run,
     assert num_judged >= 4
 
 
+@pytest.mark.skipif(os.name == "nt", reason="several processes are for Linux")
+@pytest.mark.parametrize(("processes", "code"), [("1", -signal.SIGABRT), ("2", 0)])
+def test_of_several_processes_one_ends_before_the_interpreter_ends_the_threads_of_libraries(processes, code):
+    program = (
+        "import atexit, os, sys\nfrom wangen.generator.entry import entry\natexit.register(os.abort)\n"
+        "sys.argv = ['wangen', '--version']\nentry()\n"
+    )
+    environment = os.environ | {"WORLD_SIZE": processes}
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False, env=environment)
+    assert done.returncode == code
+    assert done.stdout.startswith("wangen ")
+
+
 @pytest.mark.skipif(os.name == "nt", reason="a shell closes the output")
 def test_a_closed_output_is_no_traceback():
     line = [sys.executable, "-m", "wangen.runtime", "--version"]

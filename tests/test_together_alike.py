@@ -14,7 +14,7 @@ from parity import VAE22
 from test_together import losses
 from tiny import TinyRun
 from together import together, trained
-from train_cases import TI2V, make_ti2v
+from train_cases import TI2V, make_cases, make_ti2v
 
 from wangen import profiles
 from wangen.generator.errors import WRONG_USAGE, UsageError, WangenError
@@ -56,6 +56,18 @@ def test_a_given_frame_of_one_process_lets_none_pack(tmp_path: Path, monkeypatch
     one = replace(options, output_dir=tmp_path / "one", parallel="auto", gradient_accumulation_steps=4)
     trained(one, 1)
     assert losses(tmp_path / "parts") == pytest.approx(losses(tmp_path / "one"), abs=1e-5)
+
+
+@pytest.mark.slow
+def test_what_is_dropped_of_a_packed_step_is_the_same_where_one_process_has_a_batch_less(tmp_path: Path):
+    """An epoch of five batches for two processes: what is there for the other's sake alone is part of no sequence."""
+    cases = make_cases(tmp_path / "set")
+    for way in ("ddp", "fsdp"):
+        options = cases.options(tmp_path / way, parallel=way, gradient_accumulation_steps=4, max_train_steps=2,
+                                pack=True, network_dropout=0.3)  # fmt: skip
+        trained(options, 2)
+    assert losses(tmp_path / "fsdp") == losses(tmp_path / "ddp")
+    assert (tmp_path / "fsdp/lora.safetensors").read_bytes() == (tmp_path / "ddp/lora.safetensors").read_bytes()
 
 
 @pytest.mark.slow

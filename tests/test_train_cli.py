@@ -83,6 +83,9 @@ def test_a_run_that_was_killed_leaves_its_settings_until_it_ends(tiny_run, tmp_p
         assert begun[part] == report[part]
     assert (begun["output_name"], begun["num_steps"]) == ("lora", 4)
     assert not (tmp_path / "train.begun.json").exists()
+    (tmp_path / "train.begun.json").write_text("{}")  # as where the kill came between the last state and the report
+    assert execute(options) == 0
+    assert not (tmp_path / "train.begun.json").exists()
 
 
 def test_the_report_of_a_finished_run_has_its_settings_and_validation(tiny_run, tmp_path):

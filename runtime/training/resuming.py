@@ -250,8 +250,10 @@ def _trains_others(plan: Plan, state: TrainingState, changed: Mapping[str, str])
 def _same_batches(state: TrainingState, changed: Mapping[str, str], num_processes: int) -> str:
     """How another number of processes goes on with the batches that a step had, if it can."""
     batches = int(state.fingerprint.get(ACCUMULATION, "1"))
-    if ACCUMULATION not in changed or batches % num_processes:
+    if ACCUMULATION not in changed:
         return ""
+    if batches % num_processes:
+        return f"start as many processes as before, or a number that divides the {batches} batches of its steps; "
     flag = with_flag("train", f"--{ACCUMULATION} {batches // num_processes}")
     before = many(batches, "batch", "batches")
     return f"{flag} with {many(num_processes, 'process', 'processes')} makes steps of {before}, as before; "

@@ -172,13 +172,13 @@ def _passes(group: Group, ranks: Ranks, *, pack: bool) -> list[Pass]:
 
     Where first frames are given, tokens have timesteps of their own and are never one sequence with others: what each
     of those batches keeps for its backward pass would only lie there together. Processes in step go through the model
-    equally often: they pack all or none.
+    equally often: they pack all or none, and one that has no batch of its own goes through its fillers.
     """
     apart = any(any(prepared.clean_frames) for prepared in group.batches)
     if pack and ranks.in_step:
         apart = ranks.any(apart)
     if pack and group.batches and not apart:
-        return [(group.batches, sum(len(prepared.keys) for prepared in group.counted))]
+        return [(group.counted or group.batches, sum(len(prepared.keys) for prepared in group.counted))]
     return [
         ([prepared], len(prepared.keys) if number < group.num_own else 0)
         for number, prepared in enumerate(group.batches)
