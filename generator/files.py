@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from glob import escape
 from pathlib import Path
+from typing import BinaryIO
 
 from wangen.generator.errors import WangenError, write_cure
 
@@ -64,6 +65,19 @@ def read_file(path: Path) -> bytes:
         raise OSError(errno.EINVAL, "a NUL character is in its name", str(path)) from None
     except MemoryError:
         raise OSError(errno.EFBIG, "it is larger than the memory", str(path)) from None
+
+
+def spread(file: BinaryIO, num_pieces: int, piece_bytes: int) -> Iterator[bytes]:
+    """What is left of a file, in pieces; of what is longer than so many pieces together, these at even distances."""
+    start = file.tell()
+    num_bytes = os.fstat(file.fileno()).st_size - start
+    if num_bytes <= num_pieces * piece_bytes:
+        while piece := file.read(piece_bytes):
+            yield piece
+        return
+    for number in range(num_pieces):
+        file.seek(start + (num_bytes - piece_bytes) * number // (num_pieces - 1))
+        yield file.read(piece_bytes)
 
 
 def write_whole(path: Path, chunks: Iterable[bytes | memoryview], *, mode: int | None = None) -> None:

@@ -133,14 +133,13 @@ def identity(path: Path, flag: str = "") -> str:
     Raises:
         WangenError: as `read_header`.
     """
-    digest, marked = hashlib.sha256(), False
+    digest = hashlib.sha256()
     for file in shards(path, flag):
         header = read_file(file)
         digest.update(f"{header.format} {file.stat().st_size}\n".encode())
         for piece in fingerprint(file, header):
             digest.update(piece)
-        marked = marked or has_marker(header)
-    if flag == "--dit" and not marked and says_clean_controls(path):
+    if flag == "--dit" and says_clean_controls(path) and not has_marker(read_header(path, flag)):
         digest.update(CLEAN_CONTROLS.encode())
     return digest.hexdigest()
 

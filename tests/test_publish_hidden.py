@@ -176,7 +176,7 @@ def test_a_file_that_was_edited_in_the_bundle_stays_for_all_that(place: Path, wa
 
 
 def test_a_large_file_is_known_by_its_size_and_16_places(tmp_path: Path):
-    size = 2 * manifest._WHOLE_BYTES
+    size = 2 * manifest._NUM_PLACES * manifest._PLACE_BYTES
     data = bytearray(size)
     digests = set()
     for at in (None, 0, (size - manifest._PLACE_BYTES) * 7 // 15, size - 1):

@@ -349,6 +349,7 @@ def test_other_processes_are_told_how_they_make_the_same_steps_if_they_can(proce
     with pytest.raises(UsageError) as error:
         compared(plan, state, {"gradient_accumulation_steps": "4 -> 3"}, processes)
     assert advice in error.value.cure
+    assert ("makes steps of 4 batches, as before" in error.value.cure) == (processes == 2)
 
 
 def test_a_flag_that_the_version_of_a_state_did_not_have_was_at_its_default():

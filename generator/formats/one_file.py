@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from wangen.generator.errors import WangenError
+from wangen.generator.files import spread
 from wangen.generator.formats import DOWNLOAD_AGAIN, Header
 from wangen.generator.formats.foreign import START_BYTES, foreign, preallocated, unfinished
 from wangen.generator.formats.gguf import MAGIC as GGUF_MAGIC
@@ -74,15 +75,8 @@ def _read(path: Path) -> Header:
 
 def _spread(path: Path, header: Header) -> Iterator[bytes]:
     """The header and 64 mebibytes at even distances; the whole file when it is no longer than that."""
-    size_bytes = path.stat().st_size
-    header_bytes = min((info.place.offset for info in header.tensors.values() if info.place), default=size_bytes)
-    payload_bytes = size_bytes - header_bytes
+    offsets = (info.place.offset for info in header.tensors.values() if info.place)
+    header_bytes = min(offsets, default=path.stat().st_size)
     with path.open("rb") as file:
         yield file.read(header_bytes)
-        if payload_bytes <= NUM_SPREAD_MIB * MIB:
-            while piece := file.read(MIB):
-                yield piece
-            return
-        for number in range(NUM_SPREAD_MIB):
-            file.seek(header_bytes + (payload_bytes - MIB) * number // (NUM_SPREAD_MIB - 1))
-            yield file.read(MIB)
+        yield from spread(file, NUM_SPREAD_MIB, MIB)

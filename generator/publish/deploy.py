@@ -56,7 +56,7 @@ def announce(plan: FolderPlan, staged: Iterable[Staged]) -> Staged | None:
     for name in (*plan.new, *plan.changed):
         wanted = plan.wanted[name]
         size = sizes.get(name, UNKNOWN if wanted.size else wanted.num_bytes)
-        files[name] = Record(wanted.made_of, size, _mtime_ns(wanted), str(wanted.origin))
+        files[name] = Record(wanted.made_of, size, wanted.mtime_ns, str(wanted.origin))
     return stage(plan.folder / manifest.NAME, [Manifest(files, before).text().encode()])
 
 
@@ -111,8 +111,7 @@ def finish(plan: FolderPlan) -> Staged | None:
     for name in kept & files.keys():
         if files[name].is_caption:  # from now on it is older than the manifest, and shall be looked at all the same
             files[name] = files[name]._replace(size=UNKNOWN)
-    for name, record in zip(done, _each(partial(_record, plan), done, lambda _: None), strict=True):
-        files[name] = record
+    files |= zip(done, _each(partial(_record, plan), done, lambda _: None), strict=True)
     return stage(plan.folder / manifest.NAME, [Manifest(files).text().encode()])
 
 
@@ -127,10 +126,6 @@ def _record(plan: FolderPlan, name: str) -> Record:
     is_link = FileState.of(stat).node == wanted.state.node
     source_file = "" if is_link else wanted.state.file
     return Record(wanted.made_of, stat.st_size, stat.st_mtime_ns, origin, digest, source_digest, source_file)
-
-
-def _mtime_ns(wanted: Wanted) -> int:
-    return wanted.state.mtime_ns if wanted.state else UNKNOWN
 
 
 def prefix(slug: str) -> str:
@@ -224,7 +219,7 @@ def _stage_wanted(wanted: Wanted, final: Path) -> Staged | None:
             return staged
         _copy(origin, staged.temporary)
     with suppress(OSError):  # by its source's time an unchanged copy is known, even after an interruption
-        os.utime(staged.temporary, ns=(_mtime_ns(wanted), _mtime_ns(wanted)))
+        os.utime(staged.temporary, ns=(wanted.mtime_ns, wanted.mtime_ns))
     return staged
 
 

@@ -39,6 +39,11 @@ class Wanted(NamedTuple):
     num_bytes: int
     state: FileState | None = None
 
+    @property
+    def mtime_ns(self) -> int:
+        """Modification time of a media file's source."""
+        return self.state.mtime_ns if self.state else UNKNOWN
+
 
 @dataclass
 class FolderPlan:

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 from wangen.generator.dataset import CAPTION, IMAGE_SUFFIXES, VIDEO_SUFFIXES
 from wangen.generator.errors import WangenError
+from wangen.generator.files import spread
 
 NAME = ".wangen-published.json"
 FORMAT = 3
@@ -27,7 +28,7 @@ COARSE_NS = 2_000_000_000
 """Time stamps of FAT and of network drives are this coarse."""
 
 _TEXT = "text "
-_WHOLE_BYTES, _PLACES, _PLACE_BYTES = 1 << 24, 16, 1 << 18
+_NUM_PLACES, _PLACE_BYTES = 16, 1 << 20
 
 
 class FileState(NamedTuple):
@@ -134,15 +135,10 @@ def media_digest(path: Path) -> str:
     Raises:
         OSError: it cannot be read.
     """
-    size = path.stat().st_size
+    found = hashlib.sha256(str(path.stat().st_size).encode())
     with path.open("rb") as file:
-        found = hashlib.sha256(str(size).encode())
-        if size <= _WHOLE_BYTES:
-            found.update(file.read())
-        else:
-            for number in range(_PLACES):
-                file.seek((size - _PLACE_BYTES) * number // (_PLACES - 1))
-                found.update(file.read(_PLACE_BYTES))
+        for piece in spread(file, _NUM_PLACES, _PLACE_BYTES):
+            found.update(piece)
     return found.hexdigest()[:20]
 
 

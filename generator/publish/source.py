@@ -285,9 +285,9 @@ class _Memo:
             self.states[path] = FileState.of(path.stat())
         if record is None or path not in self.states:
             return None
-        shown, (*before, changed_ns, num_links), facts = self._shown_by(path), record[:5], record[5:]
-        # A link more or less is another change time, too.
-        if shown[:3] != before or (shown[3] != changed_ns and shown[4] == num_links):
+        shown, before, facts = self._shown_by(path), record[:5], record[5:]
+        is_linked_anew = shown[4] != before[4]  # which changes the change time, too
+        if shown[:3] != before[:3] or not (shown[3] == before[3] or is_linked_anew):
             return None
         self._now[str(path)] = [*shown, *facts]
         return MediaFacts(int(facts[0]), int(facts[1]), int(facts[2]), float(facts[3]))

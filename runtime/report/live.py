@@ -128,17 +128,18 @@ def status_of(run: RunFiles, now_s: float) -> Status:
     """
     written_s, reported_s = time_s(run.folder / METRICS), time_s(run.folder / TRAIN_REPORT)
     told = run.reports.get("train", {})
+    has_begun = "begun" in told
     is_last = reported_s >= written_s or mapping(told, "counts").get("steps") == run.num_steps  # as in a copy
-    if is_last and told and "begun" not in told:
+    if is_last and told and not has_begun:
         if told.get("ok"):
             return Status("finished", f"Finished: {run.num_steps} steps.")
         return Status("stopped", f"Failed: {told.get('summary', '')}")
-    if not run.records and "begun" not in told:
+    if not (run.records or has_begun):
         return Status("waiting", "Nothing has been trained yet.")
     if not run.wrote_last and any(lora.what == "finished" for lora in run.loras):
         return Status("finished", f"Finished: {run.num_steps} steps.")
     held = _is_held(run.folder / lock.RUN_LOCK)
-    begun_s = time_s(run.folder / BEGUN) if "begun" in told else 0.0
+    begun_s = time_s(run.folder / BEGUN) if has_begun else 0.0
     age_s, (step, rest) = now_s - max(written_s, begun_s), _where(run, told)
     if held is False:
         return Status("stopped", f"{step}: it stopped before its end. Run the same line again to go on.")
@@ -155,9 +156,9 @@ def _where(run: RunFiles, told: Mapping[str, Any]) -> tuple[str, str]:
     Of experts that are trained one after the other these are those of the one whose turn it is.
     """
     name, total = str(told.get("output_name", "")), told.get("num_steps")
-    own = [record for record in run.records if record.get("output_name") == name]
     if not is_number(total) or total > _MANY:
         return f"Step {run.num_steps}", ""
+    own = [record for record in run.records if record.get("output_name") == name]
     expert = name.removeprefix(run.name).strip("_").replace("_", "-")
     done = num_steps(own)
     rates = [rate for record in own[-_RATES:] if is_number(rate := record.get("s_per_step")) and 0 < rate < _MANY]
