@@ -46,9 +46,10 @@ def entry() -> None:
     for stream in (sys.stdout, sys.stderr):  # a name that the terminal's encoding lacks is shown, not an error
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")
-    from wangen.generator.stopping import stop
+    from wangen.generator.stopping import stop, stop_with_launcher
 
     signal.signal(signal.SIGINT, stop)
+    stop_with_launcher()
     from wangen.generator.cli import main
 
     code = main()

@@ -1,10 +1,15 @@
-"""What Ctrl-C does, and what is said then."""
+"""What Ctrl-C does, and what is said then; and what a process does whose launcher is gone."""
 
 import os
+import signal
+import sys
 from contextlib import suppress
 from types import FrameType
 
 STOPPED = "stopped. Nothing saved is lost: run the same line again to go on."
+
+PR_SET_PDEATHSIG = 1
+"""Of Linux's `prctl`: the signal that comes when the process that started this one is gone."""
 
 
 def stop(_signal_number: int, frame: FrameType | None) -> None:
@@ -24,3 +29,18 @@ def stop(_signal_number: int, frame: FrameType | None) -> None:
             os._exit(1)
         frame = frame.f_back
     raise KeyboardInterrupt
+
+
+def stop_with_launcher() -> None:
+    """Have SIGTERM come when torch's launcher, which started this process, is killed; on Linux only.
+
+    Else its processes would train on without it, and a second start would find the output folder taken.
+    """
+    if "TORCHELASTIC_RUN_ID" not in os.environ or sys.platform != "linux":
+        return
+    import ctypes
+
+    launcher = os.getppid()
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
+    if os.getppid() != launcher:  # it was killed before that line
+        os.kill(os.getpid(), signal.SIGTERM)

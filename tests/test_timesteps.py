@@ -17,6 +17,8 @@ from wangen.generator.errors import UsageError
 from wangen.generator.steps import Train
 from wangen.generator.train_refusals import require_timesteps
 from wangen.runtime.training.distributions import share
+from wangen.runtime.training.metadata import metadata
+from wangen.runtime.training.plan import ExpertPlan, Plan
 from wangen.runtime.training.timesteps import (
     HIGH,
     LOW,
@@ -40,6 +42,7 @@ MODES = [
     {"timestep_sampling": "sigma", "weighting_scheme": "mode", "mode_scale": -0.8},
     {"timestep_sampling": "sigma", "weighting_scheme": "cosmap"},
 ]  # fmt: skip
+RANGES_OF_EXPERTS = {HIGH: (0.875, 1.0), LOW: (0.0, 0.875)}
 RANGES = [(0, 1000, False), (250, 750, False), (250, 750, True)]
 RANGED = [
     {**mode, "min_timestep": low, "max_timestep": high, "preserve_distribution_shape": cut}
@@ -344,3 +347,25 @@ def test_strata_lower_the_variance_of_a_mean_over_draws():
         return float(np.var(means))
 
     assert spread(num_timestep_buckets=16) < spread() / 10
+
+
+# ---- said in the header ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("wanted", "high", "low"),
+    [({}, ("875", "1000"), ("0", "875")), ({"min_timestep": 250, "max_timestep": 950}, ("875", "950"), ("250", "875"))],
+)
+def test_the_header_of_each_of_two_experts_says_at_which_timesteps_it_was_trained(
+    wanted: dict[str, int], high: tuple[str, str], low: tuple[str, str]
+):
+    def said(expert: str) -> tuple[str, str]:
+        found = metadata(plan, expert, step=10, run_step=40)
+        return found["ss_min_timestep"], found["ss_max_timestep"]
+
+    options = train(task="t2v-A14B", network_dim=4, **wanted)
+    both = [ExpertPlan(name, Path("dit"), None, *sigmas, 0.5, 20) for name, sigmas in RANGES_OF_EXPERTS.items()]
+    plan = Plan(options, profiles.model(options.task), [], [], 4, tuple(both), {})
+    assert (said(HIGH), said(LOW)) == (high, low)
+    plan = dataclasses.replace(plan, experts=(ExpertPlan("", Path("dit"), None, 0.0, 1.0, 1.0, 40),))
+    assert said("") == (str(options.min_timestep), str(options.max_timestep))

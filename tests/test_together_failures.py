@@ -368,6 +368,27 @@ def test_a_stop_leaves_the_first_the_time_to_save(tiny_run: TinyRun, tmp_path: P
     assert int(re.sub(r"\D", "", newest.name)) == len(losses(options.output_dir))
 
 
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells a process that the one which started it is gone")
+def test_the_processes_of_a_killed_launcher_save_and_end(tiny_run: TinyRun, tmp_path: Path):
+    """Else they would train on, unwatched, and hold the output folder against the next start."""
+    options = tiny_run.options(tmp_path / "out", gpus="2", max_train_steps=400)
+    job = started_with(alone(options), options.output_dir, 5, {})
+    job.kill()
+    job.communicate(timeout=60)
+    ends = time.monotonic() + 60
+    while left(options.output_dir):
+        assert time.monotonic() < ends
+        time.sleep(0.1)
+    newest = checkpoint.newest(options.output_dir / "lora-state")
+    assert newest
+    done_steps = int(re.sub(r"\D", "", newest.name))
+    assert done_steps == len(losses(options.output_dir)) < 400
+    again = run(alone(replace(options, max_train_steps=done_steps + 3)))
+    assert again.returncode == 0, again.stderr
+    assert f"resuming at {done_steps}" in again.stdout + again.stderr
+
+
 def started_with(line: Sequence[str], folder: Path, steps: int, environment: dict[str, str]) -> subprocess.Popen[str]:
     """As `started`, in another environment."""
     before = {name: os.environ.get(name) for name in environment}

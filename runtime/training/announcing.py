@@ -12,7 +12,7 @@ from wangen.runtime.loader import cache_use
 from wangen.runtime.training.plan import ExpertPlan, Plan
 from wangen.runtime.training.run import Run
 from wangen.runtime.training.schedules import unfinished_warm_up
-from wangen.runtime.training.timesteps import left_to_the_other, starving
+from wangen.runtime.training.timesteps import left_to_the_other, starving, trained_range
 
 log = logging.getLogger("wangen")
 
@@ -91,9 +91,8 @@ def _of_two_experts(plan: Plan) -> list[str]:
 
 def _announce_range(options: Train, expert: ExpertPlan, own_steps: int, num_steps: int) -> None:
     """Say which timesteps one of two experts is trained at, how long, and which of the wanted ones it is not."""
-    least, most = 1000 * expert.low, 1000 * expert.high
-    log.info("    timesteps %g to %g: %.1f %% of the drawn ones, %d of %d steps", max(least, options.min_timestep),
-             min(most, options.max_timestep), 100 * expert.share, own_steps, num_steps)  # fmt: skip
+    log.info("    timesteps %g to %g: %.1f %% of the drawn ones, %d of %d steps",
+             *trained_range(options, expert.low, expert.high), 100 * expert.share, own_steps, num_steps)  # fmt: skip
     for line in left_to_the_other(options, expert.low, expert.high):
         log.warning("    %s", line)
 

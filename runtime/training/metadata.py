@@ -26,6 +26,7 @@ from wangen.generator.train_refusals import sets_its_rate
 from wangen.runtime.trained_on import HELD_OUT
 from wangen.runtime.training.adapter_config import settings
 from wangen.runtime.training.plan import Plan
+from wangen.runtime.training.timesteps import trained_range
 
 MODULES = {"loha": "networks.loha", "lokr": "networks.lokr"}
 LORA_MODULES = {"wan": "networks.lora_wan", "qwen_image_edit": "networks.lora_qwen_image"}
@@ -76,6 +77,10 @@ def metadata(
         "ss_num_train_items": str(sum(one.sample.entry.num_repeats for one in plan.samples)),
         "ss_num_batches_per_epoch": str(plan.batches_per_epoch),
     }
+    for one in plan.experts:
+        if one.name == expert:  # of two experts its part of what the flags say
+            least, most = trained_range(options, one.low, one.high)
+            found |= {"ss_min_timestep": f"{least:g}", "ss_max_timestep": f"{most:g}"}
     if expert:
         found[RUN_STEPS] = str(run_step)
     if judged_at:

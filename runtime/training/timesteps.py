@@ -108,6 +108,14 @@ def expert_ranges(options: Train, model: profiles.Model) -> dict[str, tuple[floa
     return {HIGH: (boundary, 1.0), LOW: (0.0, boundary)}
 
 
+def trained_range(options: Train, low: float, high: float) -> tuple[float, float]:
+    """The lowest and highest timestep, 0 to 1000, at which an expert is trained whose sigmas are `low` to `high`.
+
+    It is empty, with the first above the second, where the wanted timesteps are all the other expert's.
+    """
+    return max(1000 * low, options.min_timestep), min(1000 * high, options.max_timestep)
+
+
 def more_draws(options: Train, low: float, high: float) -> str:
     """What lets draws fall into an expert's range into which practically none does.
 
@@ -117,7 +125,8 @@ def more_draws(options: Train, low: float, high: float) -> str:
         high: highest sigma of the expert.
     """
     ways = ["other --min_timestep and --max_timestep"] if is_narrowed(options) else []
-    if max(options.min_timestep / 1000, low) < min(options.max_timestep / 1000, high):
+    least, most = trained_range(options, low, high)
+    if least < most:
         ways.append("another --timestep_sampling")
     return " or ".join(ways)
 
