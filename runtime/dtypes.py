@@ -1,6 +1,7 @@
-"""Torch's dtypes by the names that the headers of weight files use."""
+"""Torch's dtypes by the names that the headers of weight files use, and the dtype that a module computes in."""
 
 import torch
+from torch import nn
 
 TORCH_DTYPES = {
     "F64": torch.float64,
@@ -21,3 +22,12 @@ TORCH_DTYPES = {
 DTYPE_NAMES = {dtype: name for name, dtype in TORCH_DTYPES.items()}
 
 FLOAT8 = {name: dtype for name, dtype in TORCH_DTYPES.items() if name.startswith("F8_")}
+
+
+def float_dtype(module: nn.Module) -> torch.dtype:
+    """That of a module's first parameter of floats: of a layer whose weight is stored in few bits it is the bias's.
+
+    >>> float_dtype(nn.Linear(1, 1, dtype=torch.bfloat16))
+    torch.bfloat16
+    """
+    return next(parameter.dtype for parameter in module.parameters() if parameter.is_floating_point())

@@ -4,7 +4,7 @@ import math
 import struct
 
 from wangen.generator.errors import WangenError
-from wangen.generator.formats import TensorInfo, truncated
+from wangen.generator.formats import DTYPE_BITS, TensorInfo, truncated
 from wangen.generator.formats.one_file import unreadable
 
 # dtype -> zero bytes to put before its own, and struct's code for the whole: some are the upper part of a longer one.
@@ -25,7 +25,7 @@ READABLE = (*_NUMBERS, "F8_E4M3")
 
 
 def read_raw(info: TensorInfo) -> bytes:
-    """The stored bytes of a tensor.
+    """The stored bytes of a small tensor, row by row.
 
     Raises:
         WangenError: the file can no longer be read, or is shorter than its header said.
@@ -40,7 +40,12 @@ def read_raw(info: TensorInfo) -> bytes:
         raise unreadable(place.file, error) from error
     if len(content) < place.num_bytes:
         raise truncated(place.file, expected=str(place.offset + place.num_bytes), found=place.offset + len(content))
-    return content
+    if place.strides is None:
+        return content
+    size, starts = DTYPE_BITS[info.dtype] // 8, [0]
+    for count, stride in zip(info.shape, place.strides, strict=True):
+        starts = [start + number * stride * size for start in starts for number in range(count)]
+    return b"".join(content[start : start + size] for start in starts)
 
 
 def read_numbers(info: TensorInfo) -> list[float]:

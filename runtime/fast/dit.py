@@ -21,6 +21,7 @@ from torch.nn import functional
 
 from wangen.generator.memory import num_token_pieces
 from wangen.generator.small_steps import is_small
+from wangen.runtime.dtypes import float_dtype
 from wangen.runtime.fast.attention import Kernel
 from wangen.runtime.fast.dit_blocks import Block, Tokens, linears_of
 from wangen.runtime.fast.dit_checkpoint import Passage
@@ -34,6 +35,7 @@ from wangen.runtime.libraries import LoraLinear, WanTransformer3DModel
 from wangen.runtime.memory.blocks import BlockWeights
 from wangen.runtime.models.compute import Compute
 from wangen.runtime.models.inputs import Controls, Inputs, require_width, with_condition
+from wangen.runtime.weights.quantized import DequantizingLinear
 
 Sizes = tuple[int, int, int]
 
@@ -174,11 +176,12 @@ class FastWan(FastModel):
         """Timesteps (runs,) -> their embedding (runs, D) and its projection (runs, 6, D), both in float32."""
         embedder = self._transformer.condition_embedder
         waves = embedder.timesteps_proj(values)
-        dtype = next(embedder.time_embedder.parameters()).dtype
-        embedded = embedder.time_embedder(waves.to(dtype)).float()
+        embedded = embedder.time_embedder(waves.to(float_dtype(embedder.time_embedder))).float()
         active, projection = embedder.act_fn(embedded), embedder.time_proj
         if type(projection) is not nn.Linear:
-            return embedded, projection(active.to(projection.weight.dtype)).float().view(len(values), 6, -1)
+            if not isinstance(projection, DequantizingLinear):  # which computes in what it is given
+                active = active.to(float_dtype(projection))
+            return embedded, projection(active).float().view(len(values), 6, -1)
         # Part by part: of a large model the whole in float32 would be more memory than a block.
         parts = zip(projection.weight.chunk(6), projection.bias.chunk(6), strict=True)
         projected = [functional.linear(active, weight.float(), bias.float()) for weight, bias in parts]

@@ -47,12 +47,14 @@ def read_tensor(info: TensorInfo, dtype: torch.dtype | None = None, device: torc
 
 
 def read_bytes(info: TensorInfo, device: torch.device | str = "cpu") -> torch.Tensor:
-    """The stored bytes of one tensor, (num_bytes,) uint8, as they are in the file.
+    """The stored bytes of one tensor, (num_bytes,) uint8, row by row.
 
     Raises:
         WangenError: as `read_tensor`.
     """
     place = _place(info)
+    if place.strides is not None:  # plain numbers, for nothing else has strides
+        return read_tensor(info, None, device).view(-1).view(torch.uint8)
     flat = torch.empty(place.num_bytes, dtype=torch.uint8, device=device)
     if flat.device.type != "meta":
         _read_into(place, torch.uint8, flat)

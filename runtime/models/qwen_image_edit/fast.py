@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from wangen.runtime.dtypes import float_dtype
 from wangen.runtime.fast.dit_checkpoint import Passage
 from wangen.runtime.fast.dit_shared import FastModel
 from wangen.runtime.models.inputs import Controls, Inputs, require_width
@@ -97,7 +98,7 @@ class FastQwen(FastModel):
         """For each item its velocity, (1, C, 1, h, w)."""
         transformer = self._transformer
         require_width([item.text for item in items], transformer.config.joint_attention_dim, "Qwen2.5-VL 7B")
-        device, dtype = items[0].pictures[0].device, transformer.img_in.weight.dtype
+        device, dtype = items[0].pictures[0].device, float_dtype(transformer.img_in)
         patches = torch.cat([pack(picture.to(device, dtype))[0] for item in items for picture in item.pictures])
         texts = torch.cat([item.text.to(device, dtype) for item in items])
         tokens = self._tokens(items, device)
@@ -124,8 +125,8 @@ class FastQwen(FastModel):
             values = torch.cat([values, values.new_zeros(1)])
         embedder = self._transformer.time_text_embed
         waves = embedder.time_proj(values / 1000)  # whose scale is 1000
-        dtype = next(embedder.timestep_embedder.parameters()).dtype
-        return functional.silu(embedder.timestep_embedder(waves.to(dtype)).float())
+        waves = waves.to(float_dtype(embedder.timestep_embedder))
+        return functional.silu(embedder.timestep_embedder(waves).float())
 
     def _tokens(self, items: Sequence[Item], device: torch.device) -> Tokens:
         runs, times = [], []
