@@ -65,7 +65,7 @@ def sort_out(header: Header) -> Contents:
     """Tell weights from what accompanies them.
 
     Raises:
-        WangenError: two tensors differ in their prefix alone.
+        WangenError: two tensors mean the same: they differ in their prefix, or in how a scale is spelled.
     """
     weights: dict[str, TensorInfo] = {}
     companions: dict[str, dict[str, TensorInfo]] = {}
@@ -77,16 +77,22 @@ def sort_out(header: Header) -> Contents:
         stem, _, end = bare.rpartition(".")
         if end in ROLES and stem:
             companions.setdefault(f"{stem}.weight", {})[ROLES[end]] = info
-            if ROLES[end] == "scale":
-                scale_names[f"{stem}.weight"] = name
+            if ROLES[end] == "scale" and scale_names.setdefault(f"{stem}.weight", name) != name:
+                raise _twice(f"scale of {stem}.weight", scale_names[f"{stem}.weight"], name, info)
         elif bare == CARRIED_TOKENIZER and info.dtype == "U8":
             tokenizer = info
         elif not bare.startswith(MARKERS):
             if bare in weights:
-                raise WangenError(f"two tensors of this file mean the same weight ({names[bare]} and {name})")
+                raise _twice("weight", names[bare], name, info)
             weights[bare] = info
             names[bare] = name
     return Contents(weights, companions, tokenizer, names, scale_names)
+
+
+def _twice(what: str, first: str, second: str, info: TensorInfo) -> WangenError:
+    return WangenError(f"two tensors of this file mean the same {what} ({first} and {second})",
+                       where=str(info.place.file) if info.place else "",
+                       cure="get the file in another form: this one was put together from two")  # fmt: skip
 
 
 def strip_prefix(name: str) -> str:

@@ -17,7 +17,7 @@ from wangen.generator.formats.one_file import fingerprint, read_file, unreadable
 from wangen.generator.formats.strict_json import parse_json
 from wangen.generator.header_keys import FORMAT
 
-SHARD = re.compile(r"(?P<stem>.+)-(?P<index>\d{5})-of-(?P<count>\d{5})\.safetensors")
+SHARD = re.compile(r"(?P<stem>.+)-(?P<index>\d{5})-of-(?P<count>\d{5})\.(?P<ending>safetensors|gguf|bin|pth|pt)")
 INDEX = re.compile(r"(?P<stem>.+)\.safetensors\.index(\.(?P<variant>\w+))?\.json")
 
 MAX_INDEX_BYTES = 32 * 2**20
@@ -89,9 +89,9 @@ def shards(path: Path, flag: str = "") -> list[Path]:
     """All files that a weight file consists of, in order; just itself when it is not sharded.
 
     Args:
-        path: a weight file, any of its shards (`…-00001-of-00003.safetensors`), its `.safetensors.index.json`, the
-            name without the numbers (`model.safetensors`) when only shards and an index are there, the folder of a
-            model, or that of a pipeline.
+        path: a weight file, any of its shards (`…-00001-of-00003.safetensors` or `.gguf`), its
+            `.safetensors.index.json`, the name without the numbers (`model.safetensors`) when only shards and an index
+            are there, the folder of a model, or that of a pipeline.
         flag: the option that the path was given to (`--vae`); it says which model of a pipeline is meant.
 
     Raises:
@@ -106,7 +106,10 @@ def shards(path: Path, flag: str = "") -> list[Path]:
         count = int(match["count"])
         if not 1 <= int(match["index"]) <= count:
             raise WangenError("the number of this shard is not within its count", where=str(path))
-        names = (f"{match['stem']}-{number:05d}-of-{count:05d}.safetensors" for number in range(1, count + 1))
+        if match["ending"] not in ("safetensors", "gguf"):
+            raise WangenError(f"weights in several .{match['ending']} files, which are not read together",
+                              where=str(path), cure="get them as .safetensors")  # fmt: skip
+        names = (f"{match['stem']}-{number:05d}-of-{count:05d}.{match['ending']}" for number in range(1, count + 1))
         files = [path.with_name(name) for name in names]
     else:
         if not path.is_file():
@@ -181,9 +184,6 @@ def _in_folder(folder: Path, flag: str) -> Path:
     if len(chosen) > 1:
         names = ", ".join(path.name for path in found[:5]) + (" …" if len(found) > 5 else "")
         raise WangenError(f"a folder of {len(found)} weight files: {names}", where=str(folder), cure="name one of them")
-    if chosen[0].suffix == ".bin" and "-of-" in chosen[0].name:
-        raise WangenError("weights in several .bin files, which are not read together", where=str(folder),
-                          cure="get them as .safetensors")  # fmt: skip
     return chosen[0]
 
 

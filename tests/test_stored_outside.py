@@ -6,10 +6,13 @@ import fast_dit
 import pytest
 import test_qwen_fast
 import torch
+from gguf import GGMLQuantizationType
+from gguf_files import write_gguf
 from parity import DIT, rel_rms
 from safetensors.torch import load_file, save_file
 from tiny_qwen import make_transformer
 
+from wangen.generator.errors import WangenError
 from wangen.generator.formats.pth import read_pth
 from wangen.generator.formats.raw import read_raw
 from wangen.runtime.models.qwen_image_edit.transformer import load_transformer as load_qwen
@@ -79,3 +82,56 @@ def test_matrices_of_a_pth_that_lie_column_by_column_are_read_row_by_row(tmp_pat
         if wanted.element_size() == 1 and wanted.ndim == 2:
             stored, coding = read_coded(info, "cpu")
             assert torch.equal(coding.decode(stored, None, torch.float32), wanted.float())
+
+
+def test_the_parts_of_a_gguf_are_one_model(tmp_path: Path):
+    """Read alone, the first part is a model of fewer blocks."""
+    state = load_file(DIT)
+    for number, own in enumerate((False, True), start=1):
+        part = {name: value for name, value in state.items() if ("blocks.1." in name) is own}
+        save_file(part, tmp_path / "part.safetensors")
+        write_gguf(tmp_path / f"x-0000{number}-of-00002.gguf", tmp_path / "part.safetensors", GGMLQuantizationType.Q8_0)
+    (tmp_path / "part.safetensors").unlink()
+    write_gguf(tmp_path / "whole.gguf", DIT, GGMLQuantizationType.Q8_0)
+    whole = load_transformer(tmp_path / "whole.gguf", dtype=torch.float32).state_dict()
+    (tmp_path / "whole.gguf").unlink()
+    for path in (*sorted(tmp_path.iterdir()), tmp_path):
+        found = load_transformer(path, dtype=torch.float32).state_dict()
+        assert found.keys() == whole.keys()
+        assert all(torch.equal(found[name], value) for name, value in whole.items())
+    (tmp_path / "x-00002-of-00002.gguf").unlink()
+    for path in (tmp_path, tmp_path / "x-00001-of-00002.gguf"):
+        with pytest.raises(WangenError, match=r"1 of 2 shards missing: x-00002-of-00002\.gguf"):
+            load_transformer(path)
+
+
+@pytest.mark.parametrize("ending", ["bin", "pth", "pt"])
+def test_one_of_several_pickles_is_not_taken_for_the_whole(tmp_path: Path, ending: str):
+    path = tmp_path / f"x-00001-of-00002.{ending}"
+    torch.save(load_file(DIT), path)
+    with pytest.raises(WangenError, match=rf"several \.{ending} files") as refused:
+        load_transformer(path)
+    assert "safetensors" in refused.value.cure
+
+
+SQUARE = "blocks.0.self_attn.q"
+
+
+@pytest.mark.parametrize(
+    ("scales", "words"),
+    [
+        ({"scale_weight": (1, 256)}, "a scale of shape"),
+        ({"scale_weight": (1,), "weight_scale": (1,)}, f"mean the same scale of {SQUARE}.weight"),
+    ],
+)
+def test_scales_of_which_it_is_open_what_they_mean_are_refused(tmp_path: Path, scales, words: str):
+    state, path = load_file(DIT), tmp_path / "x.safetensors"
+    width = state[f"{SQUARE}.weight"].shape[1]
+    more = {
+        f"{SQUARE}.{end}": torch.ones([width if size > 1 else size for size in shape]) for end, shape in scales.items()
+    }
+    save_file(state | {f"{SQUARE}.weight": state[f"{SQUARE}.weight"].to(torch.float8_e4m3fn)} | more, path)
+    with pytest.raises(WangenError, match=words) as refused:
+        load_transformer(path, dtype=torch.float32)
+    assert refused.value.where == str(path)
+    assert refused.value.cure

@@ -131,13 +131,13 @@ def read_scale(weight: TensorInfo, scale: TensorInfo | None, device: torch.devic
     rows = weight.shape[0] if weight.shape else 1
     if value.numel() == 1:
         return value.reshape(())
-    if value.numel() == rows:
+    if value.numel() == rows == value.shape[0]:
         return value.reshape(rows, *[1] * (len(weight.shape) - 1))
     per_block = value.ndim == 3 and len(weight.shape) == 2 and value.shape[::2] == (rows, 1)
     if per_block and value.shape[1] and weight.shape[1] % value.shape[1] == 0:
         return value
     raise WangenError(f"a scale of shape {tuple(value.shape)} fits no weight of shape {weight.shape}",
-                      where=str(scale.place.file) if scale.place else "")  # fmt: skip
+                      where=str(scale.place.file) if scale.place else "", cure=OTHER_TYPE)  # fmt: skip
 
 
 def refuse_other_forms(path: Path, header: Header, contents: Contents) -> None:
