@@ -3,7 +3,7 @@
 What could only fail after the whole training is refused when the script is made.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from wangen.generator.errors import WangenError
@@ -16,6 +16,26 @@ from wangen.profiles import Model
 
 _BASE = ("quantize", "blocks_to_swap", "timestep_boundary")
 """How the base is held and divided: as in training."""
+
+_TRAINING_READS = ("network_weights", "network_weights_high_noise", "base_weights", "validation_config", "resume")
+"""Flags of training that name files, beside the weights and the prompts, which the first step judges."""
+
+_READ_AFTER = (
+    "prompt_file", "image_path", "control_image_path", "clip_model", "training_config", "forgetting_config",
+)  # fmt: skip
+"""The same of what follows the training."""
+
+
+def read_later(training: Mapping[str, Any], after: Iterable[Mapping[str, Any]]) -> list[str]:
+    """Files and folders that only training and what follows it read: a missing one is told before hours of caching.
+
+    Args:
+        training: its flags.
+        after: what the workspace says of each step that follows.
+    """
+    named = [training.get(name) for name in _TRAINING_READS]
+    named += [own.get(name) for own in after for name in _READ_AFTER]
+    return [str(path) for value in named if value for path in (value if isinstance(value, list | tuple) else [value])]
 
 
 def after_training(
@@ -35,13 +55,22 @@ def after_training(
     Raises:
         WangenError: the step could not run after this training.
     """
+    if told.get("train_mode") == "full":
+        raise _refused(kind, "all weights are trained, and it takes LoRAs",
+                       "leave the table out: after the training, wangen generate --dit takes its file")  # fmt: skip
+    if told.get("show_timesteps"):
+        raise _refused(kind, "the timesteps are shown and nothing is trained", "leave show_timesteps out")
     if model.experts and told.get("experts", "both") != "both":
         raise _refused(kind, "one expert is trained, and both are needed", "leave the table out, or train both")
     folder = str(told.get("output_dir", paths["output_dir"]))
     found = {"lora_weight": [folder], **{name: told[name] for name in _BASE if name in told}}
     if kind is Generate:
-        high = {"lora_weight_high_noise": [folder]} if model.experts else {}
-        return {**found, **high, **_prompts(own, told, model, paths), "save_path": target.path(folder, "generated")}
+        found |= _loras(folder, told, model)
+        return {**found, **_prompts(own, told, model, paths), "save_path": target.path(folder, "generated")}
+    if told.get("base_weights"):
+        raise _refused(kind, "base_weights are merged for the training alone, and it would judge by another base",
+                       "merge them once (wangen export --dit … --lora_weight … --save_path …) and name that file "
+                       "as dit")  # fmt: skip
     found["output_dir"] = folder
     if "condition_frames" in told:
         found["condition_frames"] = told["condition_frames"]
@@ -55,6 +84,17 @@ def after_training(
         if own.get(name, value) != value:
             raise _refused(kind, f"with another {name} it would judge by what was trained on", f"leave {name} out")
     return {**found, **same}
+
+
+def _loras(folder: str, told: Mapping[str, Any], model: Model) -> dict[str, Any]:
+    """The run's LoRA, and those that the training merged into its base, as strong as there."""
+    base = list(told.get("base_weights", ()))
+    strengths = [1.0, *(told.get("base_weights_multiplier") or [1.0] * len(base))] if base else []
+    found: dict[str, Any] = {}
+    for expert in ("", "_high_noise") if model.experts else ("",):
+        found[f"lora_weight{expert}"] = [folder, *base]
+        found |= {f"lora_multiplier{expert}": strengths} if base else {}
+    return found
 
 
 def _prompts(own: Mapping[str, Any], told: Mapping[str, Any], model: Model, paths: Mapping[str, str]) -> dict[str, Any]:

@@ -15,14 +15,16 @@ from typing import Any
 
 from wangen import profiles
 from wangen.generator import slurm
-from wangen.generator.after_training import after_training
+from wangen.generator.after_training import after_training, read_later
 from wangen.generator.commands import build
+from wangen.generator.errors import UsageError
 from wangen.generator.footage import CLIPS, cut_footage, seen_from
 from wangen.generator.lock import RUN_LOCK
 from wangen.generator.memory import PLAIN_MEMORY, memory_of
 from wangen.generator.memory_presets import with_preset
-from wangen.generator.paths import is_absolute_anywhere
+from wangen.generator.paths import is_absolute_anywhere, windows_name_problem
 from wangen.generator.prepare_steps import Preprocess
+from wangen.generator.refusals import judged
 from wangen.generator.resolutions import resolution_name
 from wangen.generator.scripts import Bundle
 from wangen.generator.step_parts import DEFAULT_EPOCHS
@@ -39,7 +41,6 @@ from wangen.generator.steps import (
 )
 from wangen.generator.table import Step, options
 from wangen.generator.target import Target
-from wangen.generator.train_refusals import judged
 from wangen.generator.unread_flags import ENCODE_FIRST
 from wangen.generator.workspace import Workspace
 from wangen.profiles import Download, Model, Weights
@@ -56,12 +57,9 @@ CACHE: tuple[type[Step], ...] = (Check, CacheLatents, CacheText, CheckCache)
 _OWNERS: tuple[tuple[type[Step], tuple[str, ...]], ...] = (
     (CacheLatents, ("vae", "vae_dtype", "vae_tile", "clip", "clip_dtype")),
     (CacheText, ("t5", "t5_dtype", "fp8_t5", "tokenizer")),
-    (Train, ("dit", "task", "output_dir", "output_name", "sample_prompts")),
+    (Train, ("dit", "dit_high_noise", "task", "output_dir", "output_name", "sample_prompts")),
 )
 """What one step is told and others have to know."""
-
-_TRAINING_READS = ("network_weights", "network_weights_high_noise", "base_weights", "validation_config")
-"""Flags of training that name files, beside the weights and the prompts, which the first step judges."""
 
 ENCODING = frozenset({"vae", "vae_dtype", "vae_cache_cpu", "clip", "t5", "t5_dtype", "fp8_t5", "tokenizer"})
 """Flags with which training encodes; a script's line has them where the steps before it have not encoded all."""
@@ -326,7 +324,8 @@ def _step(kind: type[Step], workspace: Workspace, target: Target, model: Model, 
         for owner, names in _OWNERS:
             values |= {name: value for name, value in _layer(layer, owner).items() if name in names}
     if kind is Check:
-        values["reads"] = _read_by_training(told_of_training(workspace, target, model), paths)
+        after = [workspace.steps.get(asked.command, {}) for asked in WHEN_ASKED]
+        values["reads"] = read_later({**told_of_training(workspace, target, model), **paths}, after)
     if kind in WHEN_ASKED:
         told = told_of_training(workspace, target, model)
         held = {**_memory(model, told, paths), **told}
@@ -345,16 +344,16 @@ def _step(kind: type[Step], workspace: Workspace, target: Target, model: Model, 
         values.pop("vram", None)
     if kind is Train and not values.keys() & {"max_train_epochs", "max_train_steps"}:
         values["max_train_epochs"] = DEFAULT_EPOCHS
+    if kind is Train and target.platform.kind == "windows":
+        _require_windows_name(str(values["output_name"]))
     known = {option.name for option in options(kind)}
     step = judged(build(kind, {name: value for name, value in values.items() if name in known}))
     return posix_paths(step) if os.name == "nt" and target.platform.kind != "windows" else step
 
 
-def _read_by_training(told: Mapping[str, Any], paths: Mapping[str, str]) -> list[str]:
-    """Files and folders that only training reads, so that one which is not there is missed before hours of caching."""
-    found = {**told, **paths}
-    given = [value for name in _TRAINING_READS if (value := found.get(name))]
-    return [str(path) for value in given for path in (value if isinstance(value, list | tuple) else [value])]
+def _require_windows_name(name: str) -> None:
+    if fault := windows_name_problem(name):
+        raise UsageError(f"--output_name {name!r}: Windows cannot hold this name ({fault})", cure="give another one")
 
 
 def _layers(workspace: Workspace, target: Target, model: Model) -> tuple[Mapping[str, Mapping[str, Any]], ...]:

@@ -7,6 +7,7 @@ and TOML meet in `build`, so both know the same flags, the same spellings and th
 import inspect
 import logging
 import math
+import re
 from collections.abc import Callable, Mapping, Sequence
 from itertools import takewhile
 from pathlib import Path
@@ -327,6 +328,9 @@ def _scalar(option: Option, raw: Any, where: str) -> Any:
     if option.kind is Path and not text:  # it would be the folder that one happens to be in
         raise UsageError(f"--{option.name} is empty", where=where,
                          cure="give a path" if option.required else "leave it out, or give a path")  # fmt: skip
+    if option.kind is Path and re.match(r"~\w*[/\\]|~$", text):  # no shell has made a folder of it
+        raise UsageError(f"--{option.name} {text}: ~ is not known here", where=where,
+                         cure="write the folder out, as /home/you/…")  # fmt: skip
     if "\0" in text:
         raise UsageError(f"--{option.name} holds a NUL character", where=where, cure="take it out")
     if option.kind is str and not text.isascii() and any("\ud800" <= letter <= "\udfff" for letter in text):

@@ -34,6 +34,7 @@ DEFAULTS: Mapping[str, Any] = {
 """What a video is made with where neither a flag, nor a file, nor the model's profile says it."""
 
 DEFAULT_SEED = 42
+DEFAULT_TASK = "t2v-14B"
 SMOKE_SAMPLING_STEPS = 4
 
 _MODELS = "(default: the model's)"

@@ -14,6 +14,7 @@ from wangen.generator.commands import parse
 from wangen.generator.errors import UsageError, WangenError
 from wangen.generator.knobs import VALUE, Knob, made_of
 from wangen.generator.quoting import Word
+from wangen.generator.refusals import judged
 from wangen.generator.script_text import (
     decode,
     is_sealed,
@@ -29,7 +30,6 @@ from wangen.generator.setup.wheel import wheel_name
 from wangen.generator.step_parts import SMOKE_ITEMS, SMOKE_STEPS
 from wangen.generator.steps import Train, find_step
 from wangen.generator.table import SMOKE, Step, options, text_of
-from wangen.generator.train_refusals import judged
 from wangen.profiles import Platform
 
 # cmd cuts a line at 8191 characters and runs the rest as a command of its own.

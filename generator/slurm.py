@@ -23,7 +23,7 @@ def knobs(steps: Sequence[Step]) -> list[Knob]:
     train = next(step for step in steps if isinstance(step, Train))
     values = {
         "NODES": ("1", "nodes that train together"),
-        "GPUS": (train.gpus if train.gpus.isdecimal() else "1", "GPUs of each of them, one process each"),
+        "GPUS": ("1" if train.gpus == "auto" else train.gpus, "GPUs of each of them, one process each"),
         "CPUS": ("8", "processor cores of each node"),
         "CACHE_TASKS": ("4", "tasks that cache side by side, one GPU each"),
         "HOURS": ("24", "time limit of each job in hours; training stops before it, saves, and is queued again"),

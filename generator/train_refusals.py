@@ -10,8 +10,9 @@ from wangen.generator.adapter_settings import loraplus_ratio, settings_of_flags
 from wangen.generator.errors import UsageError
 from wangen.generator.expert_names import noise_of
 from wangen.generator.experts import choose_boundary
+from wangen.generator.launch import asks_for_several
+from wangen.generator.sample_prompts import MAX_SEED
 from wangen.generator.steps import Train
-from wangen.generator.table import AnyStep
 from wangen.generator.table import options as flags_of
 from wangen.generator.train_values import FOR_ADAPTERS, optimizer_arguments, steps_of
 
@@ -105,6 +106,9 @@ def refuse_numbers(options: Train) -> None:
         value = getattr(options, name)
         if not (value >= 0 and math.isfinite(value)):
             raise UsageError(f"--{name} must be 0 or above, got {value}", cure=_USUAL.format("from 0 on"))
+    if not 0 <= options.seed <= MAX_SEED:
+        raise UsageError(f"--seed {options.seed}: a seed is a whole number from 0 to {MAX_SEED}")
+    asks_for_several(options.gpus)
     for name in ("lr_warmup_steps", "lr_decay_steps"):
         steps_of(name, getattr(options, name), 1)
     for name in SHARES:
@@ -217,6 +221,23 @@ def require_timesteps(options: Train) -> None:
         )
 
 
+def choose_condition_frames(given: int | None, model: profiles.Model) -> int:
+    """How many clean first frames a training gives: as `--condition_frames` says, else 1 where the model takes them.
+
+    Raises:
+        UsageError: the model takes none this way, or no latent frames are made of so many.
+    """
+    if model.condition != "text_or_image":
+        if given:
+            raise UsageError(f"--condition_frames: {model.name} does not take given frames this way",
+                             cure="leave it out; an I2V model has its first frame from the cache")  # fmt: skip
+        return 0
+    frames = 1 if given is None else given
+    if frames < 0 or (frames and frames % 4 != 1):
+        raise UsageError(f"--condition_frames {frames}: must be 4n+1, or 0 for none", cure="1 gives the first frame")
+    return frames
+
+
 def is_narrowed(options: Train) -> bool:
     """Whether `--min_timestep` and `--max_timestep` leave something of the timesteps out."""
     return (options.min_timestep, options.max_timestep) != (0, 1000)
@@ -265,22 +286,3 @@ def refuse_experts(options: Train, model: profiles.Model) -> None:
         elif options.experts == "high" or options.min_timestep >= 1000 * boundary:
             cure = "give its weights to --dit_high_noise, with --experts high to train it alone; --dit is the other's"
         raise UsageError(f"the high-noise expert of {model.name} has no weights", cure=cure)
-
-
-def judged(step: AnyStep, *, has_weights: bool = True) -> AnyStep:
-    """A step as it is, if its flags can go together on any machine.
-
-    Args:
-        step: any.
-        has_weights: what it trains must be named; else the user is told to add it.
-
-    Raises:
-        UsageError: it trains, and no run can have its flags.
-    """
-    if isinstance(step, Train):
-        model = profiles.model(step.task)
-        refuse_flags(step)
-        refuse_more_blocks(step, model.transformer.num_layers)
-        if has_weights:
-            refuse_experts(step, model)
-    return step

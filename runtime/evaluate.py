@@ -8,23 +8,21 @@ part that is done is kept and not done again.
 import logging
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
 
 import torch
 
 from wangen import profiles
 from wangen.generator import headers
 from wangen.generator.errors import UsageError, WangenError, many
-from wangen.generator.generate_step import SMOKE_SAMPLING_STEPS
 from wangen.generator.sample_prompts import SamplePrompt
+from wangen.generator.sampling_refusals import VIDEOS, as_generate, refuse_judging
 from wangen.generator.session import Report
 from wangen.generator.steps import Evaluate, Generate, Train
 from wangen.generator.tasks import require_supported
-from wangen.generator.train_refusals import MAX_VALIDATION_TIMESTEPS
 from wangen.generator.workspace import require_writable
 from wangen.profiles import Model
 from wangen.runtime.cache import digest
@@ -66,7 +64,7 @@ from wangen.runtime.training.validation import Losses
 
 log = logging.getLogger("wangen")
 
-VIDEOS, LOSSES, FRAMES = "videos", "losses", "first_frames"
+LOSSES, FRAMES = "losses", "first_frames"
 SMOKE_TIMESTEPS, SMOKE_PROMPTS = 2, 1
 NOT_TRAINED_ON = "a dataset that was not trained on, without --validation_items"
 
@@ -170,8 +168,8 @@ def _prepare(options: Evaluate) -> Judged:
     model = profiles.model(options.task)
     require_supported(model, "sampling")
     device = choose_device(options.device)
-    _refuse(options)
-    sampling = resolved(_as_generate(options), model, device)
+    refuse_judging(options, model)
+    sampling = resolved(as_generate(options), model, device)
     candidates = find_candidates(options.lora_weight, options.lora_weight_high_noise, experts=model.experts is not None)
     files = [file for candidate in candidates for file in candidate.files]
     if options.condition_frames is None and model.condition == "text_or_image":
@@ -213,25 +211,6 @@ def _prepare(options: Evaluate) -> Judged:
     return replace(judged, prompts=prompts[:SMOKE_PROMPTS] if options.smoke else prompts)
 
 
-def _refuse(options: Evaluate) -> None:
-    """Numbers that cannot be, and videos without what decodes them.
-
-    Raises:
-        UsageError: in words.
-    """
-    if not options.lora_weight:
-        raise UsageError("evaluate needs --lora_weight", cure="name LoRA files, or the folder of a training run")
-    for name, least in (("validation_timesteps", 1), ("num_prompts", 1), ("num_videos", 0), ("validation_items", 0)):
-        if getattr(options, name) < least:
-            raise UsageError(f"--{name} must be at least {least}, got {getattr(options, name)}")
-    if options.validation_timesteps > MAX_VALIDATION_TIMESTEPS:
-        raise UsageError(f"--validation_timesteps must be at most {MAX_VALIDATION_TIMESTEPS}, "
-                         f"got {options.validation_timesteps}")  # fmt: skip
-    if options.num_videos and (options.vae is None or options.t5 is None):
-        missing = "--vae" if options.vae is None else "--t5"
-        raise UsageError(f"videos need {missing}", cure="give it, or --num_videos 0 to judge by losses alone")
-
-
 def _as_training(options: Evaluate) -> Train:
     """The flags by which the cache is read and the boundary is filled in, as training does it."""
     return Train(
@@ -240,16 +219,6 @@ def _as_training(options: Evaluate) -> Train:
         clip=options.clip, seed=options.seed, timestep_boundary=options.timestep_boundary,
         condition_frames=options.condition_frames, output_dir=options.output_dir, output_name="evaluation",
     )  # fmt: skip
-
-
-def _as_generate(options: Evaluate) -> Generate:
-    """What `generate` is told where it has the same flags; the prompts come later."""
-    shared = {one.name for one in fields(Generate)} - {"lora_weight", "lora_weight_high_noise", "report_dir"}
-    given: dict[str, Any] = {one.name: getattr(options, one.name) for one in fields(Evaluate) if one.name in shared}
-    given |= {"vae": options.vae or Path(), "t5": options.t5 or Path(), "num_videos": max(1, options.num_videos)}
-    if options.smoke:
-        given |= {"infer_steps": SMOKE_SAMPLING_STEPS, "num_videos": 1}
-    return Generate(**given, save_path=options.output_dir / VIDEOS)
 
 
 def _items(training: Train, model: Model, other: Path | None, resolution: str = "all") -> list[CachedSample]:

@@ -16,6 +16,7 @@ import torch
 
 from wangen import profiles
 from wangen.generator.errors import many
+from wangen.generator.generate_step import DEFAULT_TASK
 from wangen.generator.sample_prompts import SamplePrompt
 from wangen.generator.session import Report, with_flag
 from wangen.generator.steps import Generate
@@ -34,8 +35,6 @@ from wangen.runtime.sampling.scenes import Encoders, make_scenes
 from wangen.runtime.sampling.videos import Decoder
 
 log = logging.getLogger("wangen")
-
-DEFAULT_TASK = "t2v-14B"
 
 
 @dataclass(frozen=True)

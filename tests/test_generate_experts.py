@@ -12,6 +12,7 @@ from test_generate import options_for
 
 from wangen import profiles
 from wangen.generator.errors import WangenError
+from wangen.generator.lora_config import lora_identity
 from wangen.runtime import generate, train
 from wangen.runtime.sampling.options import resolved
 from wangen.runtime.sampling.sampler import Sampler
@@ -158,3 +159,17 @@ def test_another_boundary_than_that_of_the_training_is_said(tiny_run, lora, high
     with pytest.raises(WangenError, match="far enough"):
         generate.run(given)
     assert "0.safetensors was trained with --timestep_boundary 0.9, and is used with 0.875" in caplog.text
+
+
+@pytest.mark.usefixtures("far_enough")
+def test_loras_that_the_base_of_the_training_had_merged_in_are_missed(tiny_run, lora, tmp_path, caplog):
+    base, trained, other = (tmp_path / f"{name}.safetensors" for name in ("base", "trained", "other"))
+    save_file(load_file(lora), base, {"note": "base"})
+    for path, told in ((trained, [lora_identity(base)]), (other, "abc")):
+        save_file(load_file(lora), path, {"wangen.fingerprint": json.dumps({"base_weights": told})})
+    given = options_for(tiny_run, tmp_path / "a.mp4")
+    for loras, times in (((trained,), 1), ((trained, base), 0), ((base,), 0), ((other,), 0)):
+        caplog.clear()
+        with pytest.raises(WangenError, match="far enough"):
+            generate.run(replace(given, lora_weight=loras))
+        assert caplog.text.count("trained.safetensors was trained with 1 other LoRA merged into its base") == times

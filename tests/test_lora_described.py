@@ -95,7 +95,7 @@ def test_a_header_counts_the_steps_of_its_expert_and_of_the_run():
     options = Train(output_dir=Path("o"), output_name="n", task="t2v-A14B", network_args=("rank_dropout=0.1",),
                     network_module="loha")  # fmt: skip
     plan = SimpleNamespace(options=options, fingerprint={"seed": "42"}, steps_per_epoch=3, batches_per_epoch=6,
-                           samples=[drawn(1), drawn(3)], trained_before=[], told={})  # fmt: skip
+                           experts=(), samples=[drawn(1), drawn(3)], trained_before=[], told={})  # fmt: skip
     told = metadata(plan, "low_noise", step=4, run_step=7, judged_at="abc")  # type: ignore[arg-type]
     wanted = {"ss_steps": "4", "wangen.run_steps": "7", "ss_epoch": "2", "wangen.steps_per_epoch": "3",
               "ss_num_batches_per_epoch": "6", "ss_num_train_items": "4", "wangen.expert": "low_noise",

@@ -1,5 +1,6 @@
 """The steps of a script that follow the training: videos and the evaluation where asked for, and the report."""
 
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -7,7 +8,9 @@ from helpers import write_tree
 from test_publish_training import HEAD, made, spoken
 
 from wangen.generator import workspace
+from wangen.generator.bundle import bundle_steps
 from wangen.generator.cli import main
+from wangen.generator.commands import parse
 from wangen.generator.errors import WangenError
 from wangen.generator.publish import plan as publishing
 from wangen.generator.publish.source import Source
@@ -26,6 +29,9 @@ infer_steps = 12
 [steps.evaluate]
 num_videos = 2
 """
+
+
+FULL = "[steps.train]\ntrain_mode = 'full'\n"
 
 
 def test_the_report_comes_last_and_knows_the_run(tmp_path):
@@ -110,8 +116,30 @@ def test_what_the_training_is_told_reaches_what_follows(tmp_path):
         ('model = "t2v-A14B"\n[steps.train]\nexperts = "low"\n[steps.generate]\nprompt = "a"\n', "both are needed"),
         ("[steps.train]\nvalidation_items = 4\n[steps.evaluate]\nseed = 9\n", "another seed"),
         ("[steps.train]\nvalidation_items = 4\n[steps.evaluate]\nvalidation_items = 2\n", "another validation_items"),
+        (f"{FULL}[steps.generate]\nprompt = 'a'\n", "all weights are trained, and it takes LoRAs"),
+        (f"{FULL}validation_items = 4\n[steps.evaluate]\n", "all weights are trained, and it takes LoRAs"),
+        ("[steps.train]\nshow_timesteps = 'console'\n[steps.generate]\nprompt = 'a'\n", "nothing is trained"),
+        ("[steps.train]\nvalidation_items = 4\nbase_weights = ['/a']\n[steps.evaluate]\n", "by another base"),
+        ("[steps.train]\nseed = -1\n", "--seed -1: a seed is a whole number from 0"),
+        ("[steps.train]\ngpus = 'two'\n", "--gpus 'two' is neither"),
+        ("[steps.cache_latents]\nvae_tile = 100\n", "--vae_tile 100"),
+        *((f"[steps.generate]\nprompt = 'a'\n{line}\n", words) for line, words in (
+            ("video_length = 4", r"--video_length 4: must be 4n\+1"), ("video_size = [100, 100]", "multiples of 16"),
+            ("infer_steps = 0", "--infer_steps must be at least 1"), ("seed = -1", "--seed -1"),
+            ("fps = 0", "--fps must be"), ("flow_shift = -1.0", "--flow_shift must be above 0"),
+            ("blocks_to_swap = 999", "--blocks_to_swap 999: t2v-1.3B has 30 blocks"),
+            ("background_color = 'red'", "a colour like"), ("lora_multiplier = [1.0, 2.0]", "1 --lora_weight and 2"),
+            ("image_path = '/a.png'", "takes no first frame"), ("vae_tile = 100", "--vae_tile 100"),
+            ("save_path = 'x.jpg'", "writes .mp4 and .png, not .jpg"),
+            ("timestep_boundary = 0.5", "timestep_boundary"),
+        )),
+        *((f"[steps.train]\nvalidation_items = 4\n[steps.evaluate]\n{line}\n", words) for line, words in (
+            ("validation_timesteps = 0", "--validation_timesteps must be at least 1"),
+            ("num_videos = -1", "--num_videos must be at least 0"), ("infer_steps = 0", "--infer_steps"),
+            ("condition_frames = 5", "--condition_frames: t2v-1.3B does not take given"),
+        )),
     ],
-)
+)  # fmt: skip
 def test_what_could_only_fail_after_the_training_is_refused_before(tmp_path, text, part):
     place = workspace.read(write_tree(tmp_path, {"wangen.toml": HEAD + text}))
     with pytest.raises(WangenError, match=part):
@@ -122,6 +150,50 @@ def test_an_own_prompt_wins_over_the_samples_of_the_training(tmp_path):
     text = '[steps.train]\nsample_prompts = "/data/p.txt"\n[steps.generate]\nprompt = "a cat"\n'
     generate = spoken(made(tmp_path, text))["linux sh"][-2]
     assert (generate.prompt, generate.prompt_file) == ("a cat", None)
+
+
+@pytest.mark.parametrize("task", ["t2v-1.3B", "t2v-A14B"])
+def test_videos_are_made_on_the_base_that_was_trained_on(tmp_path, task):
+    text = f"model = '{task}'\n[steps.train]\nbase_weights = ['/a', '/b']\nbase_weights_multiplier = [0.5, 2.0]\n"
+    generate = spoken(made(tmp_path, text + "[steps.generate]\nprompt = 'a cat'\n"))["linux sh"][-2]
+    assert generate.lora_weight == (Path("outputs/x"), Path("/a"), Path("/b"))
+    assert generate.lora_multiplier == (1.0, 0.5, 2.0)
+    high = (generate.lora_weight, generate.lora_multiplier) if task == "t2v-A14B" else ((), ())
+    assert (generate.lora_weight_high_noise, generate.lora_multiplier_high_noise) == high
+
+
+def test_both_experts_own_weights_reach_all_steps(tmp_path):
+    text = "model = 't2v-A14B'\n[steps.train]\ndit = '/low'\ndit_high_noise = '/high'\nvalidation_items = 4\n"
+    steps = spoken(made(tmp_path, f"{text}[steps.generate]\nprompt = 'a'\n[steps.evaluate]\n"))["linux sh"]
+    told = {(step.dit, step.dit_high_noise) for step in steps if hasattr(step, "dit_high_noise")}
+    assert told == {(Path("/low"), Path("/high"))}
+
+
+def test_the_first_step_looks_for_what_later_ones_read(tmp_path):
+    text = (
+        "[steps.train]\nresume = '/state'\nbase_weights = ['/a']\nvalidation_config = '/v.toml'\n"
+        "[steps.generate]\nprompt_file = '/p.txt'\n"
+    )
+    check = spoken(made(tmp_path, text))["linux sh"][0]
+    assert {str(path) for path in check.reads} == {"/state", "/a", "/v.toml", "/p.txt"}
+
+
+@pytest.mark.parametrize("path", ["~/loras", "~anna/loras", "~"])
+def test_a_path_that_only_a_shell_would_know_is_refused(tmp_path, path):
+    write_tree(tmp_path, {"wangen.toml": HEAD + f"[steps.train]\noutput_dir = '{path}'\n"})
+    with pytest.raises(WangenError, match=f"--output_dir {path}: ~ is not known here"):
+        workspace.read(tmp_path)
+    assert parse(MakeReport, ["--output_dir", "a~/b", "--output_name", "~x"]).output_dir == Path("a~/b")
+
+
+@pytest.mark.parametrize("name", ["CON", "aux.v1", "a|b", "a?", "a:b", "a. "])
+def test_a_name_that_windows_cannot_hold_is_refused_for_windows(tmp_path, name):
+    text = HEAD + f"[steps.train]\noutput_name = '{name}'\n"
+    place = workspace.read(write_tree(tmp_path, {"wangen.toml": text}))
+    for target in place.targets:
+        refused = target.platform.kind == "windows"
+        with pytest.raises(WangenError, match="Windows cannot hold this name") if refused else nullcontext():
+            bundle_steps(place, target, place.profile(), "x")
 
 
 def test_an_evaluation_without_anything_held_out_is_refused_before_anything_is_written(tmp_path, capsys):

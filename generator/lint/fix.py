@@ -24,11 +24,11 @@ from wangen.generator.lint.translate import training_values
 from wangen.generator.lock import RUN_LOCK
 from wangen.generator.paths import slugify
 from wangen.generator.publish.texts import script_text, setup_text
+from wangen.generator.refusals import judged
 from wangen.generator.setup.wheel import write_wheel
 from wangen.generator.steps import CacheLatents, CacheText, Check, CheckCache, Generate, Train
 from wangen.generator.table import Option, Step, missing, options, spellings
 from wangen.generator.tasks import require_supported
-from wangen.generator.train_refusals import judged
 from wangen.generator.unknown_flags import unknown_flag
 
 _ORDER: tuple[type[Step], ...] = (Check, CacheLatents, CacheText, CheckCache, Train, Generate)

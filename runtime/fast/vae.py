@@ -14,10 +14,10 @@ from pathlib import Path
 import torch
 
 from wangen.generator.errors import WangenError
+from wangen.generator.sampling_refusals import require_tile
 from wangen.runtime.fast.vae_layers import Layers
 from wangen.runtime.fast.vae_stream import CHANNELS_LAST, Settling, Stream
 from wangen.runtime.fast.vae_weights import EncoderWeights
-from wangen.runtime.models import require_tile
 from wangen.runtime.models.vae_video import check_image, check_video, latent_statistics, tiles, to_floats
 
 MEANS = "means"

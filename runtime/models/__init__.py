@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Protocol, cast
 from wangen import profiles
 from wangen.generator import headers, kinds
 from wangen.generator.errors import UsageError
+from wangen.generator.sampling_refusals import MIN_TILE_PX, TILE_STEP_PX, require_tile
 from wangen.generator.tasks import require_supported
 from wangen.generator.tokenizer_file import tokenizer_digest, tokenizer_of
 from wangen.generator.vae_twins import twin_warning
@@ -35,8 +36,6 @@ TEXT_TASKS = ("t2v-14B", "ti2v-5B")
 """For each VAE the model that a cache is for when nothing else is said: those that share a VAE share its entries."""
 I2V_OF = {"t2v-14B": "i2v-14B", "ti2v-5B": "ti2v-5B"}
 
-TILE_STEP_PX = 64
-MIN_TILE_PX = 128
 _MOST_TILE_PX = 4096
 
 
@@ -236,19 +235,6 @@ def _task_of_vae(vae: Path | None) -> str:
         return TEXT_TASKS[0]
     by_kind = {profiles.model(task).kind_of("vae"): task for task in TEXT_TASKS}
     return by_kind[kinds.kind_of(kinds.expect(vae, tuple(by_kind), "--vae"))]
-
-
-def require_tile(tile: int) -> None:
-    """Refuse a side of tiles that a VAE cannot work in; 0, the whole picture, passes.
-
-    Raises:
-        UsageError: it is no multiple of 64, or below 128 pixels.
-    """
-    if tile and (tile < MIN_TILE_PX or tile % TILE_STEP_PX):
-        raise UsageError(
-            f"--vae_tile {tile}: the VAE's tiles are multiples of {TILE_STEP_PX} from {MIN_TILE_PX} pixels",
-            cure="256 is a good size: larger ones are more exact, smaller ones need less memory; 0 takes no tiles",
-        )
 
 
 def vae_identity(vae: Path, tile: int = 0, decoder: str = PYAV.name) -> str:

@@ -16,7 +16,7 @@ from diffusers import AutoencoderKLWan
 from diffusers.models.autoencoders.autoencoder_kl_wan import WanCausalConv3d, patchify, unpatchify
 
 from wangen.generator.errors import WangenError
-from wangen.runtime.models import require_tile
+from wangen.generator.sampling_refusals import require_tile
 from wangen.runtime.models.vae_video import check_image, check_video, latent_statistics, tiles, to_floats
 from wangen.runtime.weights.vae import load_vae
 

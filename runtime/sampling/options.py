@@ -1,7 +1,6 @@
 """The flags of `generate` with every default filled in, and all that can be refused before a model loads."""
 
 import logging
-import math
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -10,16 +9,16 @@ from typing import Any
 
 import torch
 
-from wangen.generator.dataset import IMAGE_SUFFIXES, VIDEO_SUFFIXES
 from wangen.generator.edit_tasks import task_warning
-from wangen.generator.errors import UsageError, write_cure
+from wangen.generator.errors import UsageError, many, write_cure
 from wangen.generator.experts import ORDER, choose_boundary, expect_two_experts, lora_of_the_other, seem_swapped
 from wangen.generator.formats import Header
 from wangen.generator.generate_step import DEFAULT_SEED
 from wangen.generator.headers import read_header
 from wangen.generator.kinds import expect
-from wangen.generator.lora_config import lora_file
+from wangen.generator.lora_config import lora_file, lora_identity
 from wangen.generator.sample_prompts import MAX_SEED, SamplePrompt, defaults_of, make_prompt, read_prompts
+from wangen.generator.sampling_refusals import LORA_FLAGS, refuse_sampling
 from wangen.generator.steps import Generate
 from wangen.profiles import Model
 from wangen.runtime.adapters import is_dora, read_adapter
@@ -28,7 +27,6 @@ from wangen.runtime.fast.attention import choose_kernel
 from wangen.runtime.lora import nothing_matches, require_size
 from wangen.runtime.lora_folder import EXPERTS, find_lora, has_lora, require_one_run
 from wangen.runtime.memory.blocks import in_a_block
-from wangen.runtime.models import require_tile
 from wangen.runtime.sampling.scenes import Encoders
 from wangen.runtime.trained_on import fingerprints
 from wangen.runtime.training.adapter_config import changeable_weights
@@ -38,25 +36,12 @@ log = logging.getLogger("wangen")
 _Pair = tuple[Path, float]
 """A LoRA, or a run's folder, and its strength."""
 
-MAX_SHIFT = 1e6
-_FLOAT32_MAX = 3.4e38
-OTHER_MEDIA = (IMAGE_SUFFIXES | VIDEO_SUFFIXES | {".gif", ".apng"}) - {".mp4", ".png"}
 PROMPT_FLAGS = (
     "negative_prompt", "image_path", "control_image_path", "background_color",
     "video_size", "video_length", "fps", "infer_steps", "guidance_scale",
     "guidance_scale_high_noise", "flow_shift", "sample_solver",
 )  # fmt: skip
 """What a line of a prompt file may say for itself."""
-
-LORA_FLAGS = (
-    ("dit", "lora_weight", "lora_multiplier"),
-    ("dit_high_noise", "lora_weight_high_noise", "lora_multiplier_high_noise"),
-)  # fmt: skip
-"""A transformer, its LoRAs and their strengths."""
-
-HIGH_NOISE_FLAGS = (
-    "dit_high_noise", "lora_weight_high_noise", "lora_multiplier_high_noise", "guidance_scale_high_noise",
-)  # fmt: skip
 
 
 def resolved(options: Generate, model: Model, device: torch.device) -> Generate:
@@ -66,8 +51,7 @@ def resolved(options: Generate, model: Model, device: torch.device) -> Generate:
         UsageError: numbers out of range, or flags that contradict each other or the model.
         WangenError: a folder holds no LoRA.
     """
-    _refuse_numbers(options, model)
-    _refuse_parts(options, model)
+    refuse_sampling(options, model)
     dtype, kernel = choose_dtype(options.dtype, device), options.attention or "auto"
     changes: dict[str, Any] = {
         "task": model.name,
@@ -168,57 +152,6 @@ def prompts_of(options: Generate, model: Model) -> list[SamplePrompt]:
     return [replace(prompt, seed=prompt.seed + more) for prompt in prompts for more in range(options.num_videos)]
 
 
-def _refuse_numbers(options: Generate, model: Model) -> None:
-    require_tile(options.vae_tile or 0)
-    step = model.spatial_stride * model.patch[1]
-    if options.video_size and any(side <= 0 or side % step for side in options.video_size):
-        height, width = options.video_size
-        near = [max(step, round(side / step) * step) for side in options.video_size]
-        raise UsageError(f"--video_size {height} {width}: both must be multiples of {step}",
-                         cure=f"use {near[0]} {near[1]}")  # fmt: skip
-    frames = options.video_length
-    if frames is not None and (frames < 1 or frames % 4 != 1):
-        raise UsageError(
-            f"--video_length {frames}: must be 4n+1", cure=f"use {max(1, round((frames - 1) / 4) * 4 + 1)}"
-        )
-    for name in ("infer_steps", "fps", "num_videos"):
-        if (number := getattr(options, name)) is not None and number < 1:
-            raise UsageError(f"--{name} must be at least 1, got {number}")
-    for name in ("flow_shift", "guidance_scale", "guidance_scale_high_noise"):
-        if (value := getattr(options, name)) is not None and not (value > 0 and math.isfinite(value)):
-            raise UsageError(f"--{name} must be above 0, got {value:g}", cure="a guidance of 1 switches it off")
-    if options.flow_shift is not None and not 1 / MAX_SHIFT <= options.flow_shift <= MAX_SHIFT:
-        raise UsageError(f"--flow_shift {options.flow_shift:g}: it is {1 / MAX_SHIFT:g} to {MAX_SHIFT:g}",
-                         cure="Wan uses 3 to 12")  # fmt: skip
-    if options.seed is not None and not 0 <= options.seed <= MAX_SEED:
-        raise UsageError(f"--seed {options.seed}: a seed is a whole number from 0 to {MAX_SEED}")
-    for _, flag, name in LORA_FLAGS:
-        loras, strengths = getattr(options, flag), getattr(options, name)
-        if strengths and len(strengths) != len(loras):
-            raise UsageError(f"{len(loras)} --{flag} and {len(strengths)} --{name}",
-                             cure="give one multiplier per LoRA, or none")  # fmt: skip
-        for strength in strengths or ():
-            if not abs(strength) <= _FLOAT32_MAX:
-                raise UsageError(f"--{name} {strength:g}: the model computes with numbers up to {_FLOAT32_MAX:g}",
-                                 cure="1 is the LoRA as it was trained")  # fmt: skip
-
-
-def _refuse_parts(options: Generate, model: Model) -> None:
-    """What belongs to models of another kind, or is missing for this one."""
-    if model.experts is None:
-        for name in HIGH_NOISE_FLAGS:
-            if getattr(options, name):
-                raise UsageError(f"--{name}: {model.name} has one transformer", cure="leave it out, or give its --task")
-    elif options.dit_high_noise is None:
-        raise UsageError(
-            f"the high-noise expert of {model.name} has no weights", cure=f"give --dit_high_noise; {ORDER}"
-        )
-    if options.clip and not model.has_clip:
-        raise UsageError(f"--clip: {model.name} has no image encoder", cure="leave it out")
-    if options.changed and options.repeat is None:
-        raise UsageError("--changed goes with --from", cure="leave it out")
-
-
 def _refuse_beside_plain(options: Generate, model: Model) -> None:
     if options.plain and (options.blocks_to_swap or options.compile):
         raise UsageError("--plain knows no block swap and no --compile", cure="leave it out")
@@ -262,6 +195,8 @@ def require_files(options: Generate, model: Model, encoders: Encoders | None) ->
             log.warning("  --dit and --dit_high_noise are the other expert by their names or headers: %s", ORDER)
         for line in _other_boundaries(options):
             log.warning("  %s", line)
+    for line in _other_bases(options):
+        log.warning("  %s", line)
 
 
 def _other_boundaries(options: Generate) -> list[str]:
@@ -274,6 +209,22 @@ def _other_boundaries(options: Generate) -> list[str]:
     return [
         f"{path} was trained with --timestep_boundary {boundary:g}, and is used with {used:g}: the noise levels "
         "between are the other expert's here" for boundary, path in trained.items() if boundary != used
+    ]  # fmt: skip
+
+
+def _other_bases(options: Generate) -> list[str]:
+    """A sentence for each LoRA that was trained with others merged into its base which are not given."""
+    paths = list(dict.fromkeys((*options.lora_weight, *options.lora_weight_high_noise)))
+    merged = dict[Path, list[str]]()
+    for path in paths:
+        told = fingerprints(read_header(lora_file(path)).metadata)
+        wanted = told[-1].get("base_weights") if told else None
+        merged[path] = wanted if isinstance(wanted, list) else []  # somebody else's may be anything
+    given = {lora_identity(path) for path in paths} if any(merged.values()) else set()
+    missing = {path: [one for one in wanted if one not in given] for path, wanted in merged.items()}
+    return [
+        f"{path} was trained with {many(len(others), 'other LoRA')} merged into its base (--base_weights), not given "
+        "here: without what it builds upon it is not what was trained" for path, others in missing.items() if others
     ]  # fmt: skip
 
 
@@ -307,12 +258,9 @@ def files_of(options: Generate, prompts: Sequence[SamplePrompt]) -> list[Path]:
     """The file of each video; in a folder they are named by prompt and seed.
 
     Raises:
-        UsageError: `--save_path` names a file of another kind, one for several videos, or one that is read.
+        UsageError: `--save_path` names one file for several videos, or one that is read.
     """
     path, ending = options.save_path, options.save_path.suffix.lower()
-    if ending in OTHER_MEDIA:
-        raise UsageError(f"this version writes .mp4 and .png, not {path.suffix}",
-                         cure="end --save_path in .mp4, or .png for one frame, or name a folder")  # fmt: skip
     if names_file(path):
         if len(prompts) > 1:
             raise UsageError(f"--save_path names one file for {len(prompts)} videos", cure="name a folder")

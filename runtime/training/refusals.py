@@ -23,7 +23,7 @@ from wangen.generator.memory_presets import for_smaller_steps, require_fitting, 
 from wangen.generator.sample_prompts import MAX_STEPS, read_prompts
 from wangen.generator.steps import Train
 from wangen.generator.tasks import require_supported
-from wangen.generator.train_refusals import refuse_experts, refuse_flags, refuse_more_blocks
+from wangen.generator.train_refusals import choose_condition_frames, refuse_experts, refuse_flags, refuse_more_blocks
 from wangen.generator.unread_flags import unread
 from wangen.runtime.devices import require_compiler
 from wangen.runtime.lora_folder import find_lora, has_lora, require_one_run, written_by
@@ -59,15 +59,7 @@ def resolved(options: Train, model: profiles.Model, free: int | None, launch: La
         options = replace(options, max_data_loader_n_workers=0)
     options = resolve_vram(options, model, free, launch.shards(options.parallel))
     boundary = choose_boundary(options.timestep_boundary, model)
-    frames = options.condition_frames
-    if model.condition != "text_or_image":
-        if frames:
-            raise UsageError(f"--condition_frames: {model.name} does not take given frames this way",
-                             cure="leave it out; an I2V model has its first frame from the cache")  # fmt: skip
-        frames = 0
-    frames = 1 if frames is None else frames
-    if frames < 0 or (frames and frames % 4 != 1):
-        raise UsageError(f"--condition_frames {frames}: must be 4n+1, or 0 for none", cure="1 gives the first frame")
+    frames = choose_condition_frames(options.condition_frames, model)
     if options.condition_dropout and not frames:
         raise UsageError("--condition_dropout: no draw of this run is given frames",
                          cure="leave it out, or give --condition_frames to a model that takes them")  # fmt: skip
