@@ -21,6 +21,7 @@ from fast_dit import (
     vectors_model,
 )
 from parity import max_abs, rel_rms
+from tiny_qwen import make_transformer
 from torch.fx import GraphModule
 
 from wangen.runtime.fast import compiled_products, dit_compiled, dit_elementwise, products
@@ -29,6 +30,8 @@ from wangen.runtime.fast.products import by_onednn
 from wangen.runtime.memory.quantize import quantize_blocks
 from wangen.runtime.memory.swap import BlockSwap
 from wangen.runtime.models import inputs as inputs_module
+from wangen.runtime.models import qwen_image_edit
+from wangen.runtime.models.compute import Compute
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # the compiler warns of its own ways
 
@@ -125,7 +128,12 @@ def test_tokens_with_times_of_their_own_go_through_whole_blocks(graphs: Graphs):
 
 
 @pytest.mark.slow
-def test_packed_batches_with_images_go_through_whole_blocks(graphs: Graphs):
+@pytest.mark.parametrize(("second", "num_graphs"), [((1, 8, 4), 1), ((2, 6, 6), 0)])
+def test_packed_batches_of_one_size_with_images_go_through_whole_blocks(
+    graphs: Graphs, caplog: pytest.LogCaptureFixture, second: tuple[int, ...], num_graphs: int
+):
+    """Packs of several sizes are almost as many shapes as steps."""
+    caplog.set_level(logging.INFO, "wangen")
     generator = torch.Generator().manual_seed(0)
 
     def noise(*shape: int) -> torch.Tensor:
@@ -135,7 +143,7 @@ def test_packed_batches_with_images_go_through_whole_blocks(graphs: Graphs):
         inputs_module.Inputs(noise(batch, 16, *shape), torch.linspace(100, 900, batch),
                              [noise(5 + 4 * number, 4096) for number in range(batch)],
                              noise(batch, 20, *shape), noise(batch, 257, 1280))
-        for batch, *shape in [(1, 1, 8, 4), (2, 2, 6, 6)]
+        for batch, *shape in [(1, 1, 8, 4), (2, *second)]
     ]  # fmt: skip
     model = adapted(vectors_model("dit_i2v21"))
     results = []
@@ -147,7 +155,8 @@ def test_packed_batches_with_images_go_through_whole_blocks(graphs: Graphs):
         results.append((torch.cat([output.flatten() for output in outputs]).detach(),
                         {name: parameter.grad for name, parameter in trained(model).items()}))  # fmt: skip
     (output, gradients), (wanted_output, wanted) = results
-    assert graphs.num_blocks == 1
+    assert graphs.num_blocks == num_graphs
+    assert ("of several sizes" in said(caplog)[0]) is (num_graphs == 0)
     assert max_abs(output, wanted_output) < 1e-5
     assert largest_error(gradients, wanted) < 1e-5
 
@@ -293,3 +302,29 @@ def test_compiled_blocks_in_bfloat16(is_fast: bool, fresh: None, monkeypatch: py
     wanted_output, wanted = exact(model, inputs)
     assert rel_rms(output, wanted_output) < 0.02
     assert largest_error(gradients, wanted) < 0.05
+
+
+@pytest.mark.slow
+def test_training_and_passes_without_gradients_are_told_apart(graphs: Graphs, caplog: pytest.LogCaptureFixture):
+    """A validation at the first step, without the adapter, has blocks as a whole where the training has none."""
+    caplog.set_level(logging.INFO, "wangen")
+    model, inputs = adapted(small(2), "dora"), noisy(1, 1, 4, 4)
+    velocity = fast(model, compile=True)
+    for _ in range(2):
+        model.disable_adapters()
+        with torch.no_grad():
+            inputs(velocity)
+        model.enable_adapters()
+        step(model, velocity, inputs)
+    first, second = said(caplog)
+    assert first == "--compile, without gradients: 2 blocks as a whole, one graph for each shape"
+    assert second.startswith("--compile: 0 blocks as a whole")
+    assert "of 2 norms, rotations and gates, since their adapters are no plain low-rank ones" in second
+
+
+def test_of_qwen_image_it_is_said_what_is_compiled(caplog: pytest.LogCaptureFixture):
+    caplog.set_level(logging.INFO, "wangen")
+    model = make_transformer()
+    for compiles in (False, True):
+        qwen_image_edit.velocity_model(model, Compute(compile=compiles), device=CPU, dtype=torch.float32)
+    assert said(caplog) == ["--compile: of Qwen-Image's blocks norms, rotations and gates, none as a whole"]

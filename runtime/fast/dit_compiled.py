@@ -119,7 +119,7 @@ class Plan(NamedTuple):
     """What of a block and a step is no tensor: constants of the graph.
 
     Attributes:
-        items: tokens of each item.
+        items: how many, of as many tokens each.
         runs: tokens of each run that shares a timestep.
         together: attention takes all items at once.
         heads: of attention.
@@ -129,7 +129,7 @@ class Plan(NamedTuple):
         linears: by name, those that share an input.
     """
 
-    items: tuple[int, ...]
+    items: int
     runs: tuple[int, ...]
     together: bool
     heads: int
@@ -163,7 +163,7 @@ class WholeBlocks:
         elif compute.offload and compute.checkpointing != "none":
             self._against = "what is kept waits in host memory"
         self._outcomes: Counter[str | None] = Counter()  # None: as a whole
-        self._has_told = False
+        self._told: set[tuple[str, str | None]] = set()
 
     def __call__(
         self,
@@ -187,13 +187,13 @@ class WholeBlocks:
             swapped: its weights come and go.
             recomputes: it keeps nothing, or attention's output, for the backward pass.
         """
-        reason = "their weights are swapped" if swapped else self._against or _reason(groups)
+        reason = "their weights are swapped" if swapped else self._against or _reason(groups, tokens)
         output = None
         if reason is None:
             plan = Plan(
-                items=tokens.items,
+                items=len(tokens.items),
                 runs=tokens.runs,
-                together=tokens.alike and not self._kernel.split,
+                together=not self._kernel.split,
                 heads=module.attn1.heads,
                 eps=module.norm1.eps,
                 recomputed=self._compute.checkpointing if recomputes else "none",
@@ -225,13 +225,14 @@ class WholeBlocks:
             return None
 
     def tell(self) -> None:
-        """Say once, after a step, how many blocks are compiled as a whole, and why others are not."""
-        if self._has_told:
-            return
-        self._has_told = True
-        num_whole = self._outcomes.pop(None, 0)
-        others = [f"; of {count} norms, rotations and gates, since {why}" for why, count in self._outcomes.items()]
-        log.info("--compile: %d blocks as a whole, one graph for each shape%s", num_whole, "".join(others))
+        """Say after a pass how many blocks are compiled as a whole, and why others are not; the same only once."""
+        outcomes, self._outcomes = self._outcomes, Counter()
+        where = "" if torch.is_grad_enabled() else ", without gradients"
+        if new := {(where, why) for why in outcomes} - self._told:
+            self._told |= new
+            whole = outcomes.pop(None, 0)
+            others = [f"; of {count} norms, rotations and gates, since {why}" for why, count in outcomes.items()]
+            log.info("--compile%s: %d blocks as a whole, one graph for each shape%s", where, whole, "".join(others))
 
 
 def step_tensors(conditions: Tensor, tokens: Tokens) -> StepTensors:
@@ -243,8 +244,10 @@ def step_tensors(conditions: Tensor, tokens: Tokens) -> StepTensors:
     return StepTensors(conditions, torch.view_as_real(tokens.rotations), text, bias, tokens.images)
 
 
-def _reason(groups: Groups) -> str | None:
-    """Why a block with these linear layers cannot be had as a whole; None where it can."""
+def _reason(groups: Groups, tokens: Tokens) -> str | None:
+    """Why a block with these linear layers is not had as a whole for these tokens; None where it can be."""
+    if not tokens.alike:
+        return "items of several sizes are packed, almost every step in another shape"
     frozen = [group.frozen for each in groups.values() for group in each]
     if any(one is None for one in frozen):
         return "their adapters are no plain low-rank ones, or their weights are trained"
@@ -269,8 +272,8 @@ def _widths(group: Group) -> Widths:
         Adapter(layer, one.down.shape[0], one.scale, one.down.requires_grad or one.up.requires_grad)
         for layer, one in group.adapters.present
     ]
-    outputs = [layer.out_features for layer in group.frozen.layers]
-    return Widths(tuple(outputs), group.frozen.joined() is not None, tuple(adapters))
+    outputs = tuple(layer.out_features for layer in group.frozen.layers)
+    return Widths(outputs, group.frozen.joined() is not None, tuple(adapters))
 
 
 def _linears(group: Group) -> Linears:
@@ -376,15 +379,12 @@ def _attend(plan: Plan, query: Tensor, key: Tensor, value: Tensor, bias: Tensor 
     """Attention of each item by itself: (T, D), with keys and values (T, D) or (B, L, D) -> (T, D)."""
     own = key.ndim == 2
     sdpa = functools.partial(_sdpa, heads=plan.heads, keeps=own and plan.recomputed == "selective")
+    query, keys, values = (part.reshape(plan.items, -1, part.shape[-1]) for part in (query, key, value))
     if plan.together:
-        shape = (len(plan.items), plan.items[0], -1)
-        keys, values = (part.reshape(shape) if own else part for part in (key, value))
-        return sdpa(query.reshape(shape), keys, values, bias).flatten(0, 1)
-    pieces = list(plan.items)
-    each = (torch.split(part, pieces) if own else part.unbind(0) for part in (key, value))
-    biases = [None] * len(pieces) if bias is None else torch.split(bias, 1)
-    rows = zip(torch.split(query, pieces), *each, biases, strict=True)
-    return torch.cat([sdpa(q[None], k[None], v[None], b)[0] for q, k, v, b in rows])
+        return sdpa(query, keys, values, bias).flatten(0, 1)
+    biases = [None] * plan.items if bias is None else torch.split(bias, 1)
+    rows = zip(*(torch.split(part, 1) for part in (query, keys, values)), biases, strict=True)
+    return torch.cat([sdpa(*row) for row in rows]).flatten(0, 1)
 
 
 def _sdpa(query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, *, heads: int, keeps: bool) -> Tensor:

@@ -4,6 +4,7 @@ Letters in shapes: B batch, C channels, T frames of video, H and W pixels, F fra
 L tokens of text.
 """
 
+import logging
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
@@ -18,6 +19,8 @@ if TYPE_CHECKING:
     from wangen.runtime.memory.blocks import BlockWeights
     from wangen.runtime.models import VelocityModel
     from wangen.runtime.models.compute import Compute
+
+log = logging.getLogger("wangen")
 
 _HOMES = {
     "decode_latents": "wan_vae",
@@ -65,5 +68,7 @@ def velocity_model(
     from wangen.runtime.fast.attention import choose_kernel
     from wangen.runtime.models.qwen_image_edit.fast import FastQwen
 
+    if compute.compile:
+        log.info("--compile: of Qwen-Image's blocks norms, rotations and gates, none as a whole")
     kernel = choose_kernel(compute.attention, device, dtype, backward=backward)
     return FastQwen(transformer, compute, kernel, swap, dtype)
