@@ -15,7 +15,7 @@ from wangen.generator.edit_tasks import task_warning
 from wangen.generator.errors import UsageError
 from wangen.generator.experts import ORDER, choose_boundary, expect_two_experts, expert_of, lora_of_the_other
 from wangen.generator.formats import Header
-from wangen.generator.headers import read_header
+from wangen.generator.headers import read_header, shards
 from wangen.generator.kinds import expect
 from wangen.generator.launch import Launch
 from wangen.generator.memory import LONG_TEXT
@@ -27,7 +27,7 @@ from wangen.generator.train_refusals import choose_condition_frames, refuse_expe
 from wangen.generator.unread_flags import unread
 from wangen.runtime.devices import require_compiler
 from wangen.runtime.lora_folder import find_lora, has_lora, require_one_run, written_by
-from wangen.runtime.models import expect_vae
+from wangen.runtime.models import expect_vae, family
 from wangen.runtime.training.adapter_refusals import require_adapter, trained_transformers
 from wangen.runtime.training.optim import try_out
 from wangen.runtime.training.optimizer_class import optimizer_class
@@ -222,7 +222,10 @@ def _refuse_continuations(options: Train, model: profiles.Model) -> None:
 def _expect_files(options: Train, model: profiles.Model) -> None:
     """The weights are what their flags say, read from the headers."""
     for name in trained_transformers(options, model):
-        _refuse_blocks(options, expect(getattr(options, name), model.kind_of(name), f"--{name}", options.task))
+        path, flag = getattr(options, name), f"--{name}"
+        _refuse_blocks(options, expect(path, model.kind_of(name), flag, options.task))
+        # Without memory: whether all tensors are there, in the model's shapes, and stored in forms that are read.
+        family(model).load_transformer(shards(path, flag)[0], device="meta")
     if model.experts and options.experts == "both" and options.dit and options.dit_high_noise:
         expect_two_experts(options.dit, options.dit_high_noise)
 

@@ -84,7 +84,7 @@ def read_coded(info: TensorInfo, device: torch.device | str) -> tuple[torch.Tens
     """
     rows, columns = info.shape
     if info.dtype not in FLOAT8:
-        block_size, _ = _block(info.dtype)
+        block_size, _ = _block_of(info)
         if columns % block_size:
             raise WangenError(f"a weight of {info.shape} whose rows are no whole blocks of {info.dtype}",
                               where=str(info.place.file) if info.place else "", cure=OTHER_TYPE)  # fmt: skip
@@ -111,12 +111,13 @@ def read_weight(
     if not is_quantized(info):
         return read_tensor(info, dtype, device)
     dtype = dtype or torch.bfloat16
+    if info.dtype not in FLOAT8:
+        _block_of(info)
+    factor = read_scale(info, scale, device)
     if torch.device(device).type == "meta":
         return torch.empty(info.shape, dtype=dtype, device=device)
-    if info.dtype not in FLOAT8:
-        _block(info.dtype)
     stored = read_bytes(info, device).view(torch.int8)
-    return Coding(info.dtype, info.shape).decode(stored, read_scale(info, scale, device), dtype)
+    return Coding(info.dtype, info.shape).decode(stored, factor, dtype)
 
 
 def read_scale(weight: TensorInfo, scale: TensorInfo | None, device: torch.device | str) -> torch.Tensor | None:
@@ -332,6 +333,15 @@ def _block(dtype: str) -> tuple[int, int]:
         WangenError: a type that cannot be decoded.
     """
     return BLOCKS[_gguf_type(dtype).name]
+
+
+def _block_of(info: TensorInfo) -> tuple[int, int]:
+    """The same of a tensor; the error names its file."""
+    try:
+        return _block(info.dtype)
+    except WangenError as error:
+        where = str(info.place.file) if info.place else ""
+        raise WangenError(error.found, where=where, cure=error.cure) from None
 
 
 def _decode_gguf(dtype: str, stored: torch.Tensor) -> torch.Tensor:
