@@ -1,6 +1,5 @@
 """Weights that a file stores in few bits where it seldom does: outside the blocks, and not row by row."""
 
-from dataclasses import replace
 from pathlib import Path
 
 import fast_dit
@@ -11,15 +10,12 @@ from gguf import GGMLQuantizationType
 from gguf_files import write_gguf
 from parity import DIT, rel_rms
 from safetensors.torch import load_file, save_file
-from tiny import TinyRun
 from tiny_qwen import make_transformer
 
 from wangen.generator.errors import WangenError
 from wangen.generator.formats.pth import read_pth
 from wangen.generator.formats.raw import read_raw
-from wangen.runtime import train
 from wangen.runtime.models.qwen_image_edit.transformer import load_transformer as load_qwen
-from wangen.runtime.training import before_caching
 from wangen.runtime.weights.quantized import QuantizedLinear, read_coded, read_weight
 from wangen.runtime.weights.reading import read_bytes
 from wangen.runtime.weights.transformer import load_transformer
@@ -139,36 +135,3 @@ def test_scales_of_which_it_is_open_what_they_mean_are_refused(tmp_path: Path, s
         load_transformer(path, dtype=torch.float32)
     assert refused.value.where == str(path)
     assert refused.value.cure
-
-
-BROKEN = {
-    "missing": ("1 missing", lambda state: state.pop("blocks.0.norm3.bias")),
-    "more": ("1 unexpected", lambda state: state.update(other=torch.ones(3))),
-    "another shape": ("1 of another shape", lambda state: state.update({"head.head.bias": torch.ones(3)})),
-    "a form": ("stored as F8_E8M0", lambda state: state.update(
-        {"blocks.0.ffn.0.weight": state["blocks.0.ffn.0.weight"].to(torch.float8_e8m0fnu)})),
-    "a scale": ("a scale of shape", lambda state: state.update(
-        {"blocks.0.ffn.0.weight": state["blocks.0.ffn.0.weight"].to(torch.float8_e4m3fn),
-         "blocks.0.ffn.0.scale_weight": torch.ones(3)})),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("case", BROKEN)
-def test_what_headers_say_is_refused_before_anything_is_cached(
-    tiny_run: TinyRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, case: str
-):
-    words, change = BROKEN[case]
-    given = tiny_run.options(tmp_path / "out", cache_mode="auto")
-    assert given.dit is not None
-    state = load_file(given.dit)
-    change(state)
-    save_file(state, tmp_path / "x.safetensors")
-    options = replace(given, dit=tmp_path / "x.safetensors")
-    before_caching.require_trainable(given, 3, {})
-    with pytest.raises(WangenError, match=words) as refused:
-        before_caching.require_trainable(options, 3, {})
-    assert refused.value.where == str(options.dit)
-    monkeypatch.setattr(train, "read_training_samples", lambda *_: pytest.fail("the dataset was read"))
-    with pytest.raises(WangenError, match=words):
-        train.run(options)
-    assert not list((tmp_path / "out").glob("*"))

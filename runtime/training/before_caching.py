@@ -4,11 +4,15 @@ from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
+import torch
+
 from wangen import profiles
 from wangen.generator.steps import Train
 from wangen.runtime.training.loading import require_room
+from wangen.runtime.training.optim import try_out
 from wangen.runtime.training.plan import Plan, num_steps_of, plan_experts
 from wangen.runtime.training.refusals import MANY_STEPS, refuse_anywhere, resolved
+from wangen.runtime.training.schedules import make_schedule
 
 
 def require_trainable(options: Train, num_batches: int, to_cache: Mapping[Path, int]) -> None:
@@ -25,6 +29,10 @@ def require_trainable(options: Train, num_batches: int, to_cache: Mapping[Path, 
     model = profiles.model(options.task)
     options = resolved(replace(options, vram=None), model, None)
     refuse_anywhere(options, model)
+    if options.max_train_steps:
+        make_schedule(options, options.max_train_steps)
+    if options.device == "cpu" or torch.cuda.is_available():  # a node from which jobs are sent may have no GPU
+        try_out(options, torch.device(options.device or "cuda"))
     steps_per_epoch = max(1, num_batches // options.gradient_accumulation_steps)
     num_steps = num_steps_of(options, steps_per_epoch)
     # How the experts share the steps depends on the dataset, and does not matter for the room.
