@@ -86,8 +86,10 @@ def toml_name(slug: str, target: Target) -> str:
 
 def told_of_training(workspace: Workspace, target: Target, model: Model) -> dict[str, Any]:
     """What the profiles and the workspace say of training: flag -> value."""
-    layers = _layers(workspace, target, model)
-    return {name: value for layer in layers for name, value in _layer(layer, Train).items()}
+    found: dict[str, Any] = {}
+    for layer in _layers(workspace, target, model):
+        found = _over(Train, found, _layer(layer, Train))
+    return found
 
 
 def needed_weights(workspace: Workspace, target: Target, model: Model) -> list[Weights]:
@@ -335,7 +337,7 @@ def _step(kind: type[Step], workspace: Workspace, target: Target, model: Model, 
         values = {name: value for name, value in values.items() if name not in unread(told)}
         values |= _memory(model, told, paths)
     for layer in layers:
-        values |= _layer(layer, kind)
+        values = _over(kind, values, _layer(layer, kind))
     if "sample_prompts" in paths:
         values["sample_prompts"] = paths["sample_prompts"]
     if kind is Preprocess and "labels" in values:
@@ -381,6 +383,12 @@ def posix_paths(step: Step) -> Step:
         elif isinstance(value, tuple) and option.kind is Path:
             changed[option.name] = tuple(PurePosixPath(path.as_posix()) for path in value)
     return replace(step, **changed)
+
+
+def _over(kind: type[Step], values: Mapping[str, Any], more: Mapping[str, Any]) -> dict[str, Any]:
+    """Values with more on top, which take the place of those that would contradict them as well."""
+    said = {name for group in kind.at_most_one if any(name in more for name in group) for name in group}
+    return {name: value for name, value in values.items() if name not in said} | dict(more)
 
 
 def _layer(layers: Mapping[str, Mapping[str, Any]], kind: type[Step]) -> dict[str, Any]:

@@ -163,6 +163,8 @@ def convert(option: Option, raw: Any, where: str = "") -> Any:
     if option.length is None:
         return _scalar(option, raw, where)
     items = raw if isinstance(raw, list | tuple) else [raw]
+    if not items and option.default:  # no line can say it
+        raise UsageError(f"--{option.name} is an empty list", where=where, cure="leave it out, or name what is meant")
     if option.length and len(items) != option.length:
         raise UsageError(f"--{option.name} takes {option.length} values, got {len(items)}", where=where,
                          cure=f"write {option.length} of them")  # fmt: skip
@@ -273,7 +275,10 @@ def _read_config(step: type[Step], path: Path) -> dict[str, Any]:
             if flat.setdefault(key, value) != value:
                 raise UsageError(f"{key} stands there twice, as {flat[key]} and {value}", where=str(path),
                                  cure="leave one of them out")  # fmt: skip
-    return from_toml(step, flat, f"{path}, key")
+    found = from_toml(step, flat, f"{path}, key")
+    if "config_file" in found:
+        raise UsageError("a configuration names another one", where=str(path), cure="write its keys here")
+    return found
 
 
 def from_toml(step: type[Step], keys: Mapping[str, Any], where: str) -> dict[str, Any]:

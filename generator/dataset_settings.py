@@ -102,6 +102,8 @@ def read_settings(section: Any, name: str, file: Path) -> DatasetSettings:
     for key in ("source", "model", "trigger", "footage"):
         if key in values and (not isinstance(values[key], str) or not values[key].isprintable()):
             raise UsageError(f"{key} must be a text in quotes, got {values[key]!r}", where=where)
+    if (trigger := values.get("trigger", "")) != trigger.strip():
+        raise UsageError(f"{trigger!r} is no trigger word", where=where, cure="take the spaces around it out")
     for key in ("resize", "is_reg"):
         if not isinstance(values.get(key, False), bool):
             raise UsageError(f"{key} must be true or false, got {values[key]!r}", where=where)

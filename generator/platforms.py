@@ -60,7 +60,10 @@ def step_values(sections: Mapping[str, Any], where: str) -> dict[str, dict[str, 
         if "config_file" in values:
             raise UsageError("config_file is for the command line: nobody would find the file where the scripts run",
                              where=f"{where}{name}]", cure="write its keys here")  # fmt: skip
-        result.setdefault(step.command, {}).update(values)
+        if step.command in result:
+            raise UsageError(f"this is the step {step.command} once more", where=f"{where}{name}]",
+                             cure=f"write all of it below one name, {where}{step.command}]")  # fmt: skip
+        result[step.command] = values
     return result
 
 

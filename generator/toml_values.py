@@ -5,6 +5,9 @@ from typing import Any, Literal, get_args
 
 from wangen.generator.errors import UsageError
 
+MOST = 1_000_000
+"""Of repeats, frames, pixels and what else is counted: an epoch has a number for each of its samples."""
+
 WHITE = "#ffffff"
 FrameExtraction = Literal["head", "chunk", "slide", "uniform", "full"]
 EXTRACTIONS: tuple[str, ...] = get_args(FrameExtraction)
@@ -57,10 +60,12 @@ def whole_number(key: str, raw: Any, where: str) -> int:
     """A count.
 
     Raises:
-        UsageError: it is no whole number above 0.
+        UsageError: it is no whole number above 0, or more than anything is counted in.
     """
     if not isinstance(raw, int) or isinstance(raw, bool) or raw < 1:
         raise UsageError(f"{key} must be a whole number above 0, got {raw!r}", where=where)
+    if raw > MOST:
+        raise UsageError(f"{key} must be at most {MOST}, got {raw}", where=where)
     return raw
 
 
