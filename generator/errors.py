@@ -68,6 +68,8 @@ class TakenOverError(WangenError):
 
 _DISK = {errno.ENOSPC, errno.EFBIG, errno.EROFS, errno.EACCES, errno.EPERM, getattr(errno, "EDQUOT", errno.ENOSPC)}
 """Errors that only the user can mend: a full or read-only disk, and missing rights."""
+_NO_ANSWER = {getattr(errno, name, errno.EIO) for name in ("EIO", "ESTALE", "ENODEV", "ENXIO", "EHOSTDOWN")}
+"""A disk or a network drive fails."""
 
 
 _PATH = {
@@ -95,10 +97,14 @@ def in_words(error: OSError) -> WangenError | None:
     """What the system says of a file of the user's, or of a disk; None when it is about neither, and our bug."""
     if error.errno == errno.ENOENT and error.filename is None and _is_nowhere():
         return WangenError("the working folder is gone", cure="change to a folder that is there")
-    if error.errno not in _DISK and error.filename is None:
+    if error.errno not in _DISK | _NO_ANSWER and error.filename is None:
         return None
-    disk = "free space or fix the rights, then run the same line again: nothing saved is lost"
-    cure = disk if error.errno in _DISK else "look at this path"
+    again = ", then run the same line again: nothing saved is lost"
+    cure = "look at this path"
+    if error.errno in _DISK:
+        cure = f"free space or fix the rights{again}"
+    elif error.errno in _NO_ANSWER:
+        cure = f"see whether the disk or network drive answers{again}"
     return WangenError(error.strerror or str(error), where=shortened(os.fsdecode(error.filename or "")), cure=cure)
 
 

@@ -9,7 +9,7 @@ import stat
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from glob import escape
 from pathlib import Path
 from typing import BinaryIO
@@ -67,6 +67,17 @@ def read_file(path: Path) -> bytes:
         raise OSError(errno.EFBIG, "it is larger than the memory", str(path)) from None
 
 
+@contextmanager
+def named(path: Path) -> Iterator[None]:
+    """Errors of reading and writing a file that is open say no name: here they say this one."""
+    try:
+        yield
+    except OSError as error:
+        if error.filename is None:
+            error.filename = str(path)
+        raise
+
+
 def spread(file: BinaryIO, num_pieces: int, piece_bytes: int) -> Iterator[bytes]:
     """What is left of a file, in pieces; of what is longer than so many pieces together, these at even distances."""
     start = file.tell()
@@ -94,7 +105,8 @@ def write_whole(path: Path, chunks: Iterable[bytes | memoryview], *, mode: int |
     unique = temporary_beside(path)
     placed = False
     try:
-        write_new(unique, chunks, mode)
+        with named(path):
+            write_new(unique, chunks, mode)
         replace(unique, path)
         placed = True
     finally:

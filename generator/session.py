@@ -23,7 +23,7 @@ from typing import IO, Any
 
 from wangen.generator.bulk import bulk
 from wangen.generator.errors import TakenOverError, UsageError, WangenError, in_words
-from wangen.generator.files import special, unwritable, write_text
+from wangen.generator.files import remove_left, special, unwritable, write_text
 from wangen.generator.install import install_line
 from wangen.generator.lock import IN_SCRIPT
 from wangen.generator.stopping import STOPPED, stop
@@ -269,6 +269,7 @@ def write_beginning(step: Step, path: Path, inputs: Mapping[str, Any], **facts: 
 
 
 def _write(path: Path, content: Mapping[str, Any]) -> None:
+    remove_left(path)
     write_text(path, json.dumps(content, indent=2, ensure_ascii=False, default=plain) + "\n")
 
 

@@ -209,8 +209,8 @@ def encoders_before(
         kind: which kind of entry.
         dataset_config: the dataset's TOML.
     """
-    records = (DatasetNeeds(folder, dataset_config, kind) for folder in folders)
-    return {record.encoder for record in records if record.encoder} or _makers(folders, samples, kind)
+    told = [DatasetNeeds(folder, dataset_config, kind).encoder for folder in folders]  # each is read once
+    return {encoder for encoder in told if encoder} or _makers(folders, samples, kind)
 
 
 def _makers(folders: Iterable[Folder], samples: Sequence[Sample], kind: Kind) -> set[Encoder]:

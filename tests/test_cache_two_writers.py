@@ -25,6 +25,7 @@ from wangen.runtime import needs as needs_module
 from wangen.runtime.cache import Entry, Folder, needed, writer
 from wangen.runtime.cache.claims import Claims
 from wangen.runtime.cache.needed import DatasetNeeds
+from wangen.runtime.needs import encoders_before
 
 pytestmark = [
     pytest.mark.slow,
@@ -317,3 +318,10 @@ def test_what_cannot_be_removed_now_is_removed_by_the_next_run(tmp_path: Path, m
         assert run() == 0
     assert run() == 1
     assert not path.exists()
+
+
+def test_who_made_the_entries_is_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Another process may replace the record meanwhile, and a network drive may not answer a second time."""
+    answers = iter([Encoder("a", "float32"), None])
+    monkeypatch.setattr(DatasetNeeds, "encoder", property(lambda _: next(answers)))
+    assert encoders_before([Folder(tmp_path)], [], "latent", tmp_path / "a.toml") == {Encoder("a", "float32")}

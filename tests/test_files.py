@@ -1,14 +1,18 @@
 """Files that are whole or absent, and patience around replace and delete."""
 
+import errno
+import json
 import os
 import shutil
 from pathlib import Path
 
 import pytest
+from footage import BUNNY, EXAMPLE
 from helpers import read_tree, write_tree
 
 from wangen.generator import files
-from wangen.generator.errors import WangenError
+from wangen.generator.cli import main
+from wangen.generator.errors import WangenError, in_words
 from wangen.generator.files import read_file, special
 
 posix = pytest.mark.skipif(os.name == "nt", reason="POSIX file system calls")
@@ -111,3 +115,60 @@ def test_what_is_no_file_is_not_waited_for(tmp_path):
             read_file(tmp_path / name)
     (tmp_path / "file").write_bytes(b"x")
     assert (special(tmp_path / "file"), read_file(tmp_path / "file")) == ("", b"x")
+
+
+@pytest.fixture
+def no_answer(monkeypatch):
+    """A disk that takes the bytes and then does not answer."""
+
+    def refuse(_number: int) -> None:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    monkeypatch.setattr(os, "fsync", refuse)
+
+
+@pytest.mark.usefixtures("no_answer")
+def test_a_disk_that_does_not_answer_is_said_with_the_file(tmp_path):
+    with pytest.raises(OSError, match=r"a\.txt") as refused:
+        files.write_whole(tmp_path / "a.txt", [b"a"])
+    said = in_words(refused.value)
+    assert said
+    assert (said.where, said.found) == (str(tmp_path / "a.txt"), os.strerror(errno.EIO))
+    assert "whether the disk or network drive answers" in said.cure
+    assert not read_tree(tmp_path)
+    nameless = in_words(OSError(errno.EIO, "no answer"))
+    assert nameless
+    assert (nameless.found, nameless.where) == ("no answer", "")
+    assert in_words(OSError(errno.EBADF, "ours")) is None
+
+
+@pytest.mark.parametrize("step", ["preprocess", "publish"])
+@pytest.mark.usefixtures("no_answer")
+def test_steps_name_the_file_that_a_disk_does_not_take(tmp_path, capsys, step):
+    write_tree(tmp_path, {"wangen.toml": "", "datasets/cats/a.txt": "a cat"})
+    shutil.copy(EXAMPLE / "coffee.jpg", tmp_path / "datasets/cats/a.jpg")
+    write_tree(tmp_path / "raw", {"b.txt": "a rabbit"})
+    shutil.copy(BUNNY, tmp_path / "raw" / "b.mp4")
+    words = ["publish", "cats", "--workspace", str(tmp_path)]
+    if step == "preprocess":
+        words = ["preprocess", "--videos", str(tmp_path / "raw"), "--output", str(tmp_path / "o"),
+                 "--resolution", "64x64", "--frames", "5"]  # fmt: skip
+    assert main(words) == 1
+    said = capsys.readouterr().err
+    assert os.strerror(errno.EIO) in said
+    assert f"where: {tmp_path}" in said
+
+
+def test_a_report_takes_away_what_a_killed_writer_of_it_left(tmp_path):
+    """Also where the disk refused to remove it when the write had failed."""
+    write_tree(tmp_path, {"wangen.toml": "", "datasets/cats/a.txt": "a cat"})
+    shutil.copy(EXAMPLE / "coffee.jpg", tmp_path / "datasets/cats/a.jpg")
+    os.utime(tmp_path / "datasets/cats/a.jpg", (1e9, 1e9))  # what was changed just now is not remembered
+    assert main(["publish", "cats", "--workspace", str(tmp_path)]) == 0
+    memo = tmp_path / ".wangen" / "cats.media.json"
+    assert memo.is_file()
+    left = memo.with_name(f".{memo.name}-{files.machine()}{0x7FFFFFF0:08x}{'0' * 8}.tmp")
+    left.write_text("{", encoding="utf-8")
+    memo.write_text(json.dumps({}), encoding="utf-8")
+    assert main(["publish", "cats", "--workspace", str(tmp_path)]) == 0
+    assert not left.exists()

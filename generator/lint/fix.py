@@ -14,7 +14,7 @@ from typing import Any
 from wangen import profiles
 from wangen.generator import commands, scripts
 from wangen.generator.bundle import DTYPES, posix_paths, unread
-from wangen.generator.errors import WangenError
+from wangen.generator.errors import WangenError, write_cure
 from wangen.generator.files import write_whole
 from wangen.generator.lint import toml_fix
 from wangen.generator.lint.script import HERE, MORE, UNKNOWN, Call, Given, Script, quoted
@@ -97,9 +97,8 @@ def _write(script: Script, name: str, slug: str, steps: tuple[Step, ...], result
                 write_whole(text.target, [text.data], mode=text.mode)
         wheel = write_wheel(folder / "files").relative_to(folder).as_posix()
     except OSError as error:
-        raise WangenError(
-            f"cannot write the script: {error.strerror}", where=str(run.path), cure="fix the rights"
-        ) from None
+        raise WangenError(f"cannot write the script: {error.strerror}", where=str(error.filename or run.path),
+                          cure=write_cure(error)) from None  # fmt: skip
     result.scripts.append(run.target)
     kept = [text.path.name for text in texts if text.state == "kept"]
     result.kept += [made for made in kept if made not in result.kept]

@@ -8,6 +8,7 @@ from typing import Any
 from wangen.generator import scripts
 from wangen.generator.bundle import script_names
 from wangen.generator.errors import UsageError, WangenError
+from wangen.generator.files import named
 from wangen.generator.quoting import QUOTES
 from wangen.generator.seen import seen_step
 from wangen.generator.steps import Train
@@ -60,7 +61,9 @@ def read_script(path: Path, target: Target | None = None) -> Scripted:
     if target is None and shell in ("bat", "ps1") and host_platform_name() != "windows":
         raise UsageError(f"this script is for Windows, and this is {host_platform_name()}", where=str(path),
                          cure="ask in its workspace: wangen plan NAME --platform windows")  # fmt: skip
-    steps, elsewhere, data = [], list[str](), path.read_bytes()
+    with named(path):
+        data = path.read_bytes()
+    steps, elsewhere = [], list[str]()
     if wrong := scripts.invalid_knobs(data):
         raise UsageError(f"no knob is set by {wrong[0]!r}", where=str(path), cure="write letters, digits and . _ , + - "
                          "as its value")  # fmt: skip

@@ -26,7 +26,7 @@ from wangen.generator.dataset import (
     same_names,
 )
 from wangen.generator.errors import WangenError
-from wangen.generator.files import write_text
+from wangen.generator.files import remove_left, write_text
 from wangen.generator.geometry import too_short
 from wangen.generator.install import require_library
 from wangen.generator.items import unsuited
@@ -308,6 +308,7 @@ class _Memo:
         """Write what belongs to this dataset; a disk that refuses costs time later, no more."""
         if self.path and self._now != self._before:
             with suppress(WangenError):
+                remove_left(self.path)
                 write_text(self.path, json.dumps(self._now, ensure_ascii=False))
 
 

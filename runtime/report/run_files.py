@@ -9,7 +9,7 @@ from typing import Any
 
 from wangen.generator.errors import UsageError, WangenError, many
 from wangen.generator.files import is_file
-from wangen.generator.formats.safetensors import read_safetensors
+from wangen.generator.formats.one_file import read_file
 from wangen.generator.header_keys import AVERAGED, RUN_STEPS, TASK, TRAIN_MODE
 from wangen.generator.run_folder import METRICS, SAMPLE_LIST, SAMPLES
 from wangen.runtime.evaluation_file import FILE as EVALUATION
@@ -270,7 +270,7 @@ def _loras(folder: Path, name: str, problems: list[str]) -> Iterator[Lora]:
         if match is None or not path.is_file():
             continue
         try:
-            metadata = read_safetensors(path).metadata
+            metadata = read_file(path).metadata
         except WangenError as error:
             problems.append(f"{path.name}: {error.found}")
             continue
