@@ -22,7 +22,7 @@ from wangen.generator import lock
 from wangen.generator.cli import main
 from wangen.generator.lock import LEASE_S, START_S
 from wangen.runtime import needs as needs_module
-from wangen.runtime.cache import Entry, Folder, needed, writer
+from wangen.runtime.cache import Encoder, Entry, Folder, needed, writer
 from wangen.runtime.cache.claims import Claims
 from wangen.runtime.cache.needed import DatasetNeeds
 from wangen.runtime.needs import encoders_before
