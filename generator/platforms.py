@@ -48,7 +48,7 @@ def step_values(sections: Mapping[str, Any], where: str) -> dict[str, dict[str, 
     """Values of flags by step, each checked against the table: step -> flag -> value; spellings are taken as well.
 
     Raises:
-        UsageError: there is no such step or flag, or the value does not fit.
+        UsageError: there is no such step or flag, the value does not fit, or two spellings of a step contradict.
     """
     result: dict[str, dict[str, Any]] = {}
     for name, flags in sections.items():
@@ -60,10 +60,11 @@ def step_values(sections: Mapping[str, Any], where: str) -> dict[str, dict[str, 
         if "config_file" in values:
             raise UsageError("config_file is for the command line: nobody would find the file where the scripts run",
                              where=f"{where}{name}]", cure="write its keys here")  # fmt: skip
-        if step.command in result:
-            raise UsageError(f"this is the step {step.command} once more", where=f"{where}{name}]",
-                             cure=f"write all of it below one name, {where}{step.command}]")  # fmt: skip
-        result[step.command] = values
+        known = result.setdefault(step.command, {})
+        if twice := [flag for flag, value in values.items() if known.get(flag, value) != value]:
+            raise UsageError(f"{twice[0]} is said twice of {step.command}, as {known[twice[0]]} and {values[twice[0]]}",
+                             where=f"{where}{name}]", cure="leave one of them out")  # fmt: skip
+        known.update(values)
     return result
 
 
