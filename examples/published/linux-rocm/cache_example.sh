@@ -3,14 +3,14 @@
 #
 #   bash cache_example.sh                every step in order: check, cache_latents, cache_text, check_cache
 #   bash cache_example.sh STEP           one step only
-#   bash cache_example.sh STEP WORDS     one step, the words added to its command line (a flag given again wins)
+#   bash cache_example.sh STEP WORDS     one step, the words added to its command line (a flag given again wins, a list grows)
 #
 # A step that failed stops the script with its exit code. Run it again to go on: what is done is kept.
 # Python is taken from $WANGEN_PYTHON (full path of an interpreter), the virtual environment, or $VIRTUAL_ENV.
 # You may change the values of the knobs below: publishing again keeps them. Any other edit makes publishing
 # leave this file as it is and write the new text beside it as cache_example.sh.new.
 #
-# wangen-digest: 2554482bb30fbcb31907d12bbf24cdd2
+# wangen-digest: ce73250cab2f023df1c58112399d4a1b
 # Typographic quotes in a path or prompt are no typing errors.
 # shellcheck disable=SC1112
 # An editor for Windows may have put a carriage return behind every line: behind the first of these two, and hidden

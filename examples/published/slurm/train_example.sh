@@ -4,14 +4,14 @@
 #   bash train_example.sh                every step in order: check, cache_latents, cache_text, check_cache, train, report
 #   bash train_example.sh smoke          a try: 50 steps on at most 8 items into outputs/example/smoke
 #   bash train_example.sh STEP           one step only
-#   bash train_example.sh STEP WORDS     one step, the words added to its command line (a flag given again wins)
+#   bash train_example.sh STEP WORDS     one step, the words added to its command line (a flag given again wins, a list grows)
 #
 # A step that failed stops the script with its exit code. Run it again to go on: what is done is kept.
 # Python is taken from $WANGEN_PYTHON (full path of an interpreter), the virtual environment, or $VIRTUAL_ENV.
 # You may change the values of the knobs below: publishing again keeps them. Any other edit makes publishing
 # leave this file as it is and write the new text beside it as train_example.sh.new.
 #
-# wangen-digest: 2d68847dfebdd3eada5a967e03742129
+# wangen-digest: 79abe1d5784e1632519e2e3649fc07e9
 # Typographic quotes in a path or prompt are no typing errors.
 # shellcheck disable=SC1112
 # An editor for Windows may have put a carriage return behind every line: behind the first of these two, and hidden

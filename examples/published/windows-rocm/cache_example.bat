@@ -5,7 +5,8 @@ rem
 rem   double click, or cache_example.bat     every step in order: check, cache_latents, cache_text, check_cache
 rem   cache_example.bat STEP                 one step only
 rem   cache_example.bat STEP WORDS           one step, up to four words added to its command line; a flag given again
-rem                                     wins. cmd parts words at blanks and , ; = unless they stand in double quotes
+rem                                     wins, a list grows. cmd parts words at blanks and , ; = unless they stand in
+rem                                     double quotes
 rem
 rem A step that failed stops the script with its exit code, and a double-clicked window stays open (never when
 rem WANGEN_NO_PAUSE is set). Run it again to go on: what is done is kept.
@@ -13,7 +14,7 @@ rem Python is taken from WANGEN_PYTHON (full path of python.exe), the virtual en
 rem You may change the values of the knobs below: publishing again keeps them. Any other edit makes publishing
 rem leave this file as it is and write the new text beside it as cache_example.bat.new.
 rem
-rem wangen-digest: caf93cd3f1eb6a04bf0278b7de31a2da
+rem wangen-digest: bff0ce254eaac44184d4cefe55711765
 chcp 65001 >nul 2>&1
 
 rem >>> knobs: letters, digits and . _ , + - only

@@ -3,7 +3,7 @@
 #   powershell -NoProfile -ExecutionPolicy Bypass -File cache_example.ps1              every step in order: check, cache_latents, cache_text, check_cache
 #   powershell -NoProfile -ExecutionPolicy Bypass -File cache_example.ps1 STEP         one step only
 #   powershell -NoProfile -ExecutionPolicy Bypass -File cache_example.ps1 STEP WORDS   one step, the words added to its
-#                                                command line (a flag given again wins)
+#                                                command line (a flag given again wins, a list grows)
 #
 # A step that failed stops the script with its exit code, and a window that Explorer's "Run with PowerShell" opened
 # stays open. Run it again to go on: what is done is kept.
@@ -11,7 +11,7 @@
 # You may change the values of the knobs below: publishing again keeps them. Any other edit makes publishing
 # leave this file as it is and write the new text beside it as cache_example.ps1.new.
 #
-# wangen-digest: 9180dd3b2456ec1069203a6afcd13cac
+# wangen-digest: cb1cfa279421b306bd67d382023af06e
 Set-StrictMode -Version 2.0
 $ErrorActionPreference = 'Stop'
 $PSNativeCommandUseErrorActionPreference = $false

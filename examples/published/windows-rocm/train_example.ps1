@@ -4,7 +4,7 @@
 #   powershell -NoProfile -ExecutionPolicy Bypass -File train_example.ps1 smoke        a try: 50 steps on at most 8 items into outputs/example/smoke
 #   powershell -NoProfile -ExecutionPolicy Bypass -File train_example.ps1 STEP         one step only
 #   powershell -NoProfile -ExecutionPolicy Bypass -File train_example.ps1 STEP WORDS   one step, the words added to its
-#                                                command line (a flag given again wins)
+#                                                command line (a flag given again wins, a list grows)
 #
 # A step that failed stops the script with its exit code, and a window that Explorer's "Run with PowerShell" opened
 # stays open. Run it again to go on: what is done is kept.
@@ -12,7 +12,7 @@
 # You may change the values of the knobs below: publishing again keeps them. Any other edit makes publishing
 # leave this file as it is and write the new text beside it as train_example.ps1.new.
 #
-# wangen-digest: 7512573e10b265a4653eb0f33f10e15d
+# wangen-digest: 5858ca75b6233876451c38115d109519
 Set-StrictMode -Version 2.0
 $ErrorActionPreference = 'Stop'
 $PSNativeCommandUseErrorActionPreference = $false

@@ -6,7 +6,8 @@ rem   double click, or train_example.bat     every step in order: check, cache_l
 rem   train_example.bat smoke                a try: 50 steps on at most 8 items into outputs/example/smoke
 rem   train_example.bat STEP                 one step only
 rem   train_example.bat STEP WORDS           one step, up to four words added to its command line; a flag given again
-rem                                     wins. cmd parts words at blanks and , ; = unless they stand in double quotes
+rem                                     wins, a list grows. cmd parts words at blanks and , ; = unless they stand in
+rem                                     double quotes
 rem
 rem A step that failed stops the script with its exit code, and a double-clicked window stays open (never when
 rem WANGEN_NO_PAUSE is set). Run it again to go on: what is done is kept.
@@ -14,7 +15,7 @@ rem Python is taken from WANGEN_PYTHON (full path of python.exe), the virtual en
 rem You may change the values of the knobs below: publishing again keeps them. Any other edit makes publishing
 rem leave this file as it is and write the new text beside it as train_example.bat.new.
 rem
-rem wangen-digest: b577201ca068328a3f0c441b44f0c36f
+rem wangen-digest: 8a94f51c28b3883b6a03fb111056a495
 chcp 65001 >nul 2>&1
 
 rem >>> knobs: letters, digits and . _ , + - only
