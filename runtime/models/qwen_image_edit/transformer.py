@@ -54,7 +54,7 @@ def load_transformer(
     header = expect(path, "qwen-image-transformer", "--dit")
     checkpoint = open_checkpoint(path, header, transformer_names)
     clean = has_clean_controls(path, header)
-    if not clean and "2511" in path.name:
+    if not clean and "2511" in path.name and device != "meta":
         log.warning("  --dit %s: its name says 2511, but nothing in it or beside it does, and it is taken for 2509: "
                     "put transformer/config.json of Qwen/Qwen-Image-Edit-2511 into its folder, as config.json",
                     path)  # fmt: skip
