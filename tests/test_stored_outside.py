@@ -135,3 +135,13 @@ def test_scales_of_which_it_is_open_what_they_mean_are_refused(tmp_path: Path, s
         load_transformer(path, dtype=torch.float32)
     assert refused.value.where == str(path)
     assert refused.value.cure
+
+
+@pytest.mark.parametrize("mode", ["int8", "nf4"])
+def test_weights_that_are_not_finite_are_named_with_their_file_when_they_are_quantised(tmp_path: Path, mode):
+    state, path = load_file(DIT), tmp_path / "x.safetensors"
+    state["blocks.1.ffn.2.weight"][3, 5] = torch.nan
+    save_file(state, path)
+    with pytest.raises(WangenError, match=r"blocks\.1\.ffn\.2\.weight: weights .* are NaN or infinite") as refused:
+        load_transformer(path, quantize=mode)
+    assert refused.value.where == str(path)

@@ -190,7 +190,10 @@ def fill(
             else:
                 state[name] = weight
         if convert and isinstance(made, nn.Linear):
-            made = convert(name.removesuffix(".weight"), made)
+            try:
+                made = convert(name.removesuffix(".weight"), made)
+            except WangenError as error:
+                raise WangenError(f"{old}: {error.found}", where=str(checkpoint.path), cure=error.cure) from None
         if made is not layer:
             _replace(model, layer, made)
     model.load_state_dict(state, strict=False, assign=True)
