@@ -6,13 +6,17 @@ What could only fail after the whole training is refused when the script is made
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from wangen.generator.errors import WangenError
+from wangen.generator.errors import WangenError, many
 from wangen.generator.paths import is_absolute_anywhere
 from wangen.generator.steps import Generate, Train
 from wangen.generator.table import Step
 from wangen.generator.target import Target
 from wangen.generator.workspace import FILE
 from wangen.profiles import Model
+
+MERGE_FIRST = (
+    "merge them once (wangen export --dit … --lora_weight … --save_path …), and name that file as dit in their place"
+)
 
 _BASE = ("quantize", "blocks_to_swap", "timestep_boundary")
 """How the base is held and divided: as in training."""
@@ -65,12 +69,11 @@ def after_training(
     folder = str(told.get("output_dir", paths["output_dir"]))
     found = {"lora_weight": [folder], **{name: told[name] for name in _BASE if name in told}}
     if kind is Generate:
-        found |= _loras(folder, told, model)
+        found |= _loras(folder, own, told, model)
         return {**found, **_prompts(own, told, model, paths), "save_path": target.path(folder, "generated")}
     if told.get("base_weights"):
         raise _refused(kind, "base_weights are merged for the training alone, and it would judge by another base",
-                       "merge them once (wangen export --dit … --lora_weight … --save_path …) and name that file "
-                       "as dit")  # fmt: skip
+                       MERGE_FIRST)  # fmt: skip
     found["output_dir"] = folder
     if "condition_frames" in told:
         found["condition_frames"] = told["condition_frames"]
@@ -86,14 +89,23 @@ def after_training(
     return {**found, **same}
 
 
-def _loras(folder: str, told: Mapping[str, Any], model: Model) -> dict[str, Any]:
-    """The run's LoRA, and those that the training merged into its base, as strong as there."""
+def _loras(folder: str, own: Mapping[str, Any], told: Mapping[str, Any], model: Model) -> dict[str, Any]:
+    """The run's LoRA, and those that the training merged into its base, as strong as there; what is said wins."""
     base = list(told.get("base_weights", ()))
-    strengths = [1.0, *(told.get("base_weights_multiplier") or [1.0] * len(base))] if base else []
+    if base and (told.get("dora") or any("use_dora" in str(word) for word in told.get("network_args", ()))):
+        raise _refused(Generate, "a DoRA scales the base that base_weights are merged into, and is shown on another",
+                       MERGE_FIRST)  # fmt: skip
+    strengths = [1.0, *(told.get("base_weights_multiplier") or [1.0] * len(base))]
     found: dict[str, Any] = {}
     for expert in ("", "_high_noise") if model.experts else ("",):
-        found[f"lora_weight{expert}"] = [folder, *base]
-        found |= {f"lora_multiplier{expert}": strengths} if base else {}
+        weight, multiplier = f"lora_weight{expert}", f"lora_multiplier{expert}"
+        if weight in own:
+            continue
+        found[weight] = [folder, *base]
+        if base and len(own.get(multiplier, strengths)) != len(strengths):
+            raise _refused(Generate, f"{multiplier} is for the run's LoRA and its {many(len(base), 'LoRA')} of "
+                           "base_weights", f"give {len(strengths)} numbers, in that order")  # fmt: skip
+        found |= {multiplier: strengths} if base else {}
     return found
 
 

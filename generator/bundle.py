@@ -16,7 +16,7 @@ from typing import Any
 from wangen import profiles
 from wangen.generator import slurm
 from wangen.generator.after_training import after_training, read_later
-from wangen.generator.commands import build
+from wangen.generator.commands import build, on_top
 from wangen.generator.errors import UsageError
 from wangen.generator.footage import CLIPS, cut_footage, seen_from
 from wangen.generator.lock import RUN_LOCK
@@ -88,7 +88,7 @@ def told_of_training(workspace: Workspace, target: Target, model: Model) -> dict
     """What the profiles and the workspace say of training: flag -> value."""
     found: dict[str, Any] = {}
     for layer in _layers(workspace, target, model):
-        found = _over(Train, found, _layer(layer, Train))
+        found = on_top(found, _layer(layer, Train), Train.at_most_one)
     return found
 
 
@@ -337,7 +337,7 @@ def _step(kind: type[Step], workspace: Workspace, target: Target, model: Model, 
         values = {name: value for name, value in values.items() if name not in unread(told)}
         values |= _memory(model, told, paths)
     for layer in layers:
-        values = _over(kind, values, _layer(layer, kind))
+        values = on_top(values, _layer(layer, kind), kind.at_most_one)
     if "sample_prompts" in paths:
         values["sample_prompts"] = paths["sample_prompts"]
     if kind is Preprocess and "labels" in values:
@@ -383,12 +383,6 @@ def posix_paths(step: Step) -> Step:
         elif isinstance(value, tuple) and option.kind is Path:
             changed[option.name] = tuple(PurePosixPath(path.as_posix()) for path in value)
     return replace(step, **changed)
-
-
-def _over(kind: type[Step], values: Mapping[str, Any], more: Mapping[str, Any]) -> dict[str, Any]:
-    """Values with more on top, which take the place of those that would contradict them as well."""
-    said = {name for group in kind.at_most_one if any(name in more for name in group) for name in group}
-    return {name: value for name, value in values.items() if name not in said} | dict(more)
 
 
 def _layer(layers: Mapping[str, Mapping[str, Any]], kind: type[Step]) -> dict[str, Any]:

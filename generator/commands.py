@@ -8,7 +8,7 @@ import inspect
 import logging
 import math
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import takewhile
 from pathlib import Path
 from typing import Any, TypeVar
@@ -122,10 +122,7 @@ def build(step: type[Step], values: Mapping[str, Any]) -> Step:
     made = {option.name: convert(option, values[option.name]) for option in options(step) if option.name in values}
     if made.get("config_file"):
         beneath = _read_config(step, made["config_file"])
-        for group in (step.one_of, *step.at_most_one):
-            if any(name in made for name in group):
-                beneath = {name: value for name, value in beneath.items() if name not in group}
-        made = beneath | made
+        made = on_top(beneath, made, (step.one_of, *step.at_most_one))
     made = _of_profile(step, made) | made
     made = {name: value for name, value in made.items() if value != 0 or name not in step.off_at_zero}
     if lacking := missing(step, made):
@@ -133,6 +130,21 @@ def build(step: type[Step], values: Mapping[str, Any]) -> Step:
     if len(twice := [f"--{name}" for name in step.one_of if name in made]) > 1:
         raise UsageError(f"{' and '.join(twice)} contradict each other", cure="give one of them")
     return step(**made)
+
+
+def on_top(beneath: Mapping[str, Any], values: Mapping[str, Any], groups: Iterable[Sequence[str]]) -> dict[str, Any]:
+    """Values over others: they take the place of the same flags, and of those that would contradict them.
+
+    Args:
+        beneath: flag -> value.
+        values: the same.
+        groups: flags of which one alone may be given.
+
+    >>> on_top({"max_train_epochs": 3, "seed": 1}, {"max_train_steps": 9}, [("max_train_epochs", "max_train_steps")])
+    {'seed': 1, 'max_train_steps': 9}
+    """
+    said = {name for group in groups if any(name in values for name in group) for name in group}
+    return {name: value for name, value in beneath.items() if name not in said} | dict(values)
 
 
 def _of_profile(step: type[Step], made: Mapping[str, Any]) -> dict[str, Any]:
@@ -164,7 +176,8 @@ def convert(option: Option, raw: Any, where: str = "") -> Any:
         return _scalar(option, raw, where)
     items = raw if isinstance(raw, list | tuple) else [raw]
     if not items and option.default:  # no line can say it
-        raise UsageError(f"--{option.name} is an empty list", where=where, cure="leave it out, or name what is meant")
+        usual = " ".join(map(str, option.default))
+        raise UsageError(f"--{option.name} is empty", where=where, cure=f"leave it out for {usual}")
     if option.length and len(items) != option.length:
         raise UsageError(f"--{option.name} takes {option.length} values, got {len(items)}", where=where,
                          cure=f"write {option.length} of them")  # fmt: skip
@@ -333,9 +346,9 @@ def _scalar(option: Option, raw: Any, where: str) -> Any:
     if option.kind is Path and not text:  # it would be the folder that one happens to be in
         raise UsageError(f"--{option.name} is empty", where=where,
                          cure="give a path" if option.required else "leave it out, or give a path")  # fmt: skip
-    if option.kind is Path and re.match(r"~\w*[/\\]|~$", text):  # no shell has made a folder of it
+    if option.kind is Path and re.match(r"~[^/\\]*[/\\]|~$", text):  # no shell has made a folder of it
         raise UsageError(f"--{option.name} {text}: ~ is not known here", where=where,
-                         cure="write the folder out, as /home/you/…")  # fmt: skip
+                         cure="write the folder out, as /home/you/…; one that is called so is ./~…")  # fmt: skip
     if "\0" in text:
         raise UsageError(f"--{option.name} holds a NUL character", where=where, cure="take it out")
     if option.kind is str and not text.isascii() and any("\ud800" <= letter <= "\udfff" for letter in text):

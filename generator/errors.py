@@ -69,7 +69,7 @@ class TakenOverError(WangenError):
 _DISK = {errno.ENOSPC, errno.EFBIG, errno.EROFS, errno.EACCES, errno.EPERM, getattr(errno, "EDQUOT", errno.ENOSPC)}
 """Errors that only the user can mend: a full or read-only disk, and missing rights."""
 _NO_ANSWER = {getattr(errno, name, errno.EIO) for name in ("EIO", "ESTALE", "ENODEV", "ENXIO", "EHOSTDOWN")}
-"""A disk or a network drive fails."""
+"""A disk, a network drive or a terminal is gone."""
 
 
 _PATH = {
@@ -104,7 +104,8 @@ def in_words(error: OSError) -> WangenError | None:
     if error.errno in _DISK:
         cure = f"free space or fix the rights{again}"
     elif error.errno in _NO_ANSWER:
-        cure = f"see whether the disk or network drive answers{again}"
+        what = "disk or network drive" if error.filename else "disk, network drive or terminal"
+        cure = f"see whether the {what} answers{again}"
     return WangenError(error.strerror or str(error), where=shortened(os.fsdecode(error.filename or "")), cure=cure)
 
 

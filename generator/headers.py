@@ -106,7 +106,7 @@ def shards(path: Path, flag: str = "") -> list[Path]:
         count = int(match["count"])
         if not 1 <= int(match["index"]) <= count:
             raise WangenError("the number of this shard is not within its count", where=str(path))
-        if match["ending"] not in ("safetensors", "gguf"):
+        if count > 1 and match["ending"] not in ("safetensors", "gguf"):
             raise WangenError(f"weights in several .{match['ending']} files, which are not read together",
                               where=str(path), cure="get them as .safetensors")  # fmt: skip
         names = (f"{match['stem']}-{number:05d}-of-{count:05d}.{match['ending']}" for number in range(1, count + 1))

@@ -9,7 +9,7 @@ from types import FrameType
 STOPPED = "stopped. Nothing saved is lost: run the same line again to go on."
 
 PR_SET_PDEATHSIG = 1
-"""Of Linux's `prctl`: the signal that comes when the process that started this one is gone."""
+"""Of Linux's `prctl`: the signal that comes when the thread that started this process is gone."""
 
 
 def stop(_signal_number: int, frame: FrameType | None) -> None:

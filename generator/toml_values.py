@@ -65,7 +65,7 @@ def whole_number(key: str, raw: Any, where: str) -> int:
     if not isinstance(raw, int) or isinstance(raw, bool) or raw < 1:
         raise UsageError(f"{key} must be a whole number above 0, got {raw!r}", where=where)
     if raw > MOST:
-        raise UsageError(f"{key} must be at most {MOST}, got {raw}", where=where)
+        raise UsageError(f"{key} must be at most {MOST}, got {raw}", where=where, cure="give a smaller number")
     return raw
 
 

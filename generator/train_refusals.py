@@ -107,7 +107,8 @@ def refuse_numbers(options: Train) -> None:
         if not (value >= 0 and math.isfinite(value)):
             raise UsageError(f"--{name} must be 0 or above, got {value}", cure=_USUAL.format("from 0 on"))
     if not 0 <= options.seed <= MAX_SEED:
-        raise UsageError(f"--seed {options.seed}: a seed is a whole number from 0 to {MAX_SEED}")
+        raise UsageError(f"--seed {options.seed}: a seed is a whole number from 0 to {MAX_SEED}",
+                         cure="leave it out for 42")  # fmt: skip
     asks_for_several(options.gpus)
     for name in ("lr_warmup_steps", "lr_decay_steps"):
         steps_of(name, getattr(options, name), 1)

@@ -25,9 +25,10 @@ FLOAT8 = {name: dtype for name, dtype in TORCH_DTYPES.items() if name.startswith
 
 
 def float_dtype(module: nn.Module) -> torch.dtype:
-    """That of a module's first parameter of floats: of a layer whose weight is stored in few bits it is the bias's.
+    """That of a module's first parameter of floats; of a layer stored in few bits that of its bias, or else float32.
 
     >>> float_dtype(nn.Linear(1, 1, dtype=torch.bfloat16))
     torch.bfloat16
     """
-    return next(parameter.dtype for parameter in module.parameters() if parameter.is_floating_point())
+    found = (parameter.dtype for parameter in module.parameters() if parameter.is_floating_point())
+    return next(found, torch.float32)

@@ -203,7 +203,8 @@ def _prepare(options: Evaluate) -> Judged:
         training=rest,
         seen=Seen({*sources_of(rest), *seen.surely}, set() if told else seen.perhaps),
     )
-    require_files(with_loras(sampling, candidates), model, judged.encoders if options.num_videos else None)
+    encoders = judged.encoders if options.num_videos else None
+    require_files(with_loras(sampling, candidates), model, encoders, together=False)
     if not options.num_videos:
         return judged
     limit = SMOKE_PROMPTS if options.smoke else options.num_prompts

@@ -165,7 +165,7 @@ def test_another_boundary_than_that_of_the_training_is_said(tiny_run, lora, high
 def test_loras_that_the_base_of_the_training_had_merged_in_are_missed(tiny_run, lora, tmp_path, caplog):
     base, trained, other = (tmp_path / f"{name}.safetensors" for name in ("base", "trained", "other"))
     save_file(load_file(lora), base, {"note": "base"})
-    for path, told in ((trained, [lora_identity(base)]), (other, "abc")):
+    for path, told in ((trained, [lora_identity(base)]), (other, {"abc": [{}]})):
         save_file(load_file(lora), path, {"wangen.fingerprint": json.dumps({"base_weights": told})})
     given = options_for(tiny_run, tmp_path / "a.mp4")
     for loras, times in (((trained,), 1), ((trained, base), 0), ((base,), 0), ((other,), 0)):
@@ -173,3 +173,8 @@ def test_loras_that_the_base_of_the_training_had_merged_in_are_missed(tiny_run, 
         with pytest.raises(WangenError, match="far enough"):
             generate.run(replace(given, lora_weight=loras))
         assert caplog.text.count("trained.safetensors was trained with 1 other LoRA merged into its base") == times
+    save_file(load_file(lora), trained, {"wangen.fingerprint": json.dumps({"base_weights": [lora_identity(base)],
+                                                                            "dora": "True"})})  # fmt: skip
+    with pytest.raises(WangenError, match="far enough"):
+        generate.run(replace(given, lora_weight=(trained, base)))
+    assert "a --dit into which they are not merged" in caplog.text, "a DoRA is put on before the other"

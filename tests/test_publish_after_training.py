@@ -120,6 +120,9 @@ def test_what_the_training_is_told_reaches_what_follows(tmp_path):
         (f"{FULL}validation_items = 4\n[steps.evaluate]\n", "all weights are trained, and it takes LoRAs"),
         ("[steps.train]\nshow_timesteps = 'console'\n[steps.generate]\nprompt = 'a'\n", "nothing is trained"),
         ("[steps.train]\nvalidation_items = 4\nbase_weights = ['/a']\n[steps.evaluate]\n", "by another base"),
+        ("[steps.train]\ndora = true\nbase_weights = ['/a']\n[steps.generate]\nprompt = 'a'\n", "a DoRA scales"),
+        ("[steps.train]\nbase_weights = ['/a']\n[steps.generate]\nprompt = 'a'\nlora_multiplier = [0.8]\n",
+         "lora_multiplier is for the run's LoRA and its 1 LoRA of base_weights"),
         ("[steps.train]\nseed = -1\n", "--seed -1: a seed is a whole number from 0"),
         ("[steps.train]\ngpus = 'two'\n", "--gpus 'two' is neither"),
         ("[steps.cache_latents]\nvae_tile = 100\n", "--vae_tile 100"),
@@ -158,6 +161,11 @@ def test_videos_are_made_on_the_base_that_was_trained_on(tmp_path, task):
     generate = spoken(made(tmp_path, text + "[steps.generate]\nprompt = 'a cat'\n"))["linux sh"][-2]
     assert generate.lora_weight == (Path("outputs/x"), Path("/a"), Path("/b"))
     assert generate.lora_multiplier == (1.0, 0.5, 2.0)
+    own = "[steps.generate]\nprompt = 'a cat'\nlora_weight = ['/mine']\nlora_multiplier = [0.8]\n"
+    mine = spoken(made(tmp_path, text + own))["linux sh"][-2]
+    assert (mine.lora_weight, mine.lora_multiplier) == ((Path("/mine"),), (0.8,))
+    own = "[steps.generate]\nprompt = 'a cat'\nlora_multiplier = [0.8, 0.5, 2.0]\n"
+    assert spoken(made(tmp_path, text + own))["linux sh"][-2].lora_multiplier == (0.8, 0.5, 2.0)
     high = (generate.lora_weight, generate.lora_multiplier) if task == "t2v-A14B" else ((), ())
     assert (generate.lora_weight_high_noise, generate.lora_multiplier_high_noise) == high
 
@@ -178,7 +186,7 @@ def test_the_first_step_looks_for_what_later_ones_read(tmp_path):
     assert {str(path) for path in check.reads} == {"/state", "/a", "/v.toml", "/p.txt"}
 
 
-@pytest.mark.parametrize("path", ["~/loras", "~anna/loras", "~"])
+@pytest.mark.parametrize("path", ["~/loras", "~anna/loras", "~my-user/x", "~"])
 def test_a_path_that_only_a_shell_would_know_is_refused(tmp_path, path):
     write_tree(tmp_path, {"wangen.toml": HEAD + f"[steps.train]\noutput_dir = '{path}'\n"})
     with pytest.raises(WangenError, match=f"--output_dir {path}: ~ is not known here"):

@@ -32,7 +32,7 @@ def test_what_the_workspace_says_takes_the_place_of_what_a_profile_says_against_
     ("text", "words"),
     [
         ("[steps.train]\nseed = 1\n[steps.wan_train_network]\nseed = 2\n", "seed is said twice of train, as 1 and 2"),
-        ("[steps.train]\nlog_with = []\n", "--log_with is an empty list"),
+        ("[steps.train]\nlog_with = []\n", "--log_with is empty"),
         ("[dataset.cats]\ntrigger = ' a'\n", "' a' is no trigger word"),
         ("[dataset.cats]\nnum_repeats = 1000000000000\n", "num_repeats must be at most 1000000"),
     ],

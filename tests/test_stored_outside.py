@@ -112,6 +112,8 @@ def test_one_of_several_pickles_is_not_taken_for_the_whole(tmp_path: Path, endin
     with pytest.raises(WangenError, match=rf"several \.{ending} files") as refused:
         load_transformer(path)
     assert "safetensors" in refused.value.cure
+    whole = path.rename(tmp_path / f"x-00001-of-00001.{ending}")
+    assert torch.equal(load_transformer(whole).scale_shift_table, load_transformer(DIT).scale_shift_table)
 
 
 SQUARE = "blocks.0.self_attn.q"

@@ -161,13 +161,14 @@ def _refuse_beside_plain(options: Generate, model: Model) -> None:
         require_compiler()
 
 
-def require_files(options: Generate, model: Model, encoders: Encoders | None) -> None:
+def require_files(options: Generate, model: Model, encoders: Encoders | None, *, together: bool = True) -> None:
     """See from their headers that all weights are what they are given for, and that the LoRAs fit.
 
     Args:
         options: resolved.
         model: the model profile.
         encoders: the weights around the transformers; None where nothing is sampled.
+        together: the LoRAs are used at once, and not one after the other.
 
     Raises:
         WangenError: a file is of another kind or cannot be read, or a LoRA is for another model.
@@ -195,7 +196,7 @@ def require_files(options: Generate, model: Model, encoders: Encoders | None) ->
             log.warning("  --dit and --dit_high_noise are the other expert by their names or headers: %s", ORDER)
         for line in _other_boundaries(options):
             log.warning("  %s", line)
-    for line in _other_bases(options):
+    for line in _other_bases(options, together=together):
         log.warning("  %s", line)
 
 
@@ -212,19 +213,24 @@ def _other_boundaries(options: Generate) -> list[str]:
     ]  # fmt: skip
 
 
-def _other_bases(options: Generate) -> list[str]:
-    """A sentence for each LoRA that was trained with others merged into its base which are not given."""
+def _other_bases(options: Generate, *, together: bool) -> list[str]:
+    """A sentence for each LoRA that was trained with others merged into its base, which are missing or come after it.
+
+    `together`: all LoRAs are used at once.
+    """
     paths = list(dict.fromkeys((*options.lora_weight, *options.lora_weight_high_noise)))
-    merged = dict[Path, list[str]]()
+    merged, scales = dict[Path, list[str]](), dict[Path, bool]()
     for path in paths:
         told = fingerprints(read_header(lora_file(path)).metadata)
         wanted = told[-1].get("base_weights") if told else None
-        merged[path] = wanted if isinstance(wanted, list) else []  # somebody else's may be anything
-    given = {lora_identity(path) for path in paths} if any(merged.values()) else set()
-    missing = {path: [one for one in wanted if one not in given] for path, wanted in merged.items()}
+        if isinstance(wanted, list) and wanted:  # somebody else's may be anything
+            merged[path] = list(map(str, wanted))
+            scales[path] = str(told[-1].get("dora")) == str(True)
+    given = {lora_identity(path) for path in paths} if merged and together else set()
     return [
-        f"{path} was trained with {many(len(others), 'other LoRA')} merged into its base (--base_weights), not given "
-        "here: without what it builds upon it is not what was trained" for path, others in missing.items() if others
+        f"{path} was trained with {many(len(wanted), 'other LoRA')} merged into its base (--base_weights): with a "
+        "--dit into which they are not merged, too, it is not what was trained" for path, wanted in merged.items()
+        if scales[path] or not given.issuperset(wanted)  # a DoRA comes before all others here
     ]  # fmt: skip
 
 
