@@ -327,4 +327,5 @@ def test_of_qwen_image_it_is_said_what_is_compiled(caplog: pytest.LogCaptureFixt
     model = make_transformer()
     for compiles in (False, True):
         qwen_image_edit.velocity_model(model, Compute(compile=compiles), device=CPU, dtype=torch.float32)
-    assert said(caplog) == ["--compile: of Qwen-Image's blocks norms, rotations and gates, none as a whole"]
+    told = [line for line in said(caplog) if "Qwen-Image" in line]  # where nothing is compiled that is said as well
+    assert told == ["--compile: of Qwen-Image's blocks norms, rotations and gates, none as a whole"]
