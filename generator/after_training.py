@@ -6,10 +6,12 @@ What could only fail after the whole training is refused when the script is made
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+from wangen.generator.adapter_settings import settings_of_flags
+from wangen.generator.commands import build
 from wangen.generator.errors import WangenError, many
 from wangen.generator.paths import is_absolute_anywhere
 from wangen.generator.steps import Generate, Train
-from wangen.generator.table import Step
+from wangen.generator.table import Step, options
 from wangen.generator.target import Target
 from wangen.generator.workspace import FILE
 from wangen.profiles import Model
@@ -28,6 +30,14 @@ _READ_AFTER = (
     "prompt_file", "image_path", "control_image_path", "clip_model", "training_config", "forgetting_config",
 )  # fmt: skip
 """The same of what follows the training."""
+
+
+def training_of(told: Mapping[str, Any], paths: Mapping[str, str]) -> Train:
+    """The training that these flags say."""
+    names = {option.name for option in options(Train)}
+    train = build(Train, {name: value for name, value in {**paths, **told}.items() if name in names})
+    assert isinstance(train, Train)
+    return train
 
 
 def read_later(training: Mapping[str, Any], after: Iterable[Mapping[str, Any]]) -> list[str]:
@@ -69,7 +79,7 @@ def after_training(
     folder = str(told.get("output_dir", paths["output_dir"]))
     found = {"lora_weight": [folder], **{name: told[name] for name in _BASE if name in told}}
     if kind is Generate:
-        found |= _loras(folder, own, told, model)
+        found |= _loras(folder, own, told, model, paths)
         return {**found, **_prompts(own, told, model, paths), "save_path": target.path(folder, "generated")}
     if told.get("base_weights"):
         raise _refused(kind, "base_weights are merged for the training alone, and it would judge by another base",
@@ -89,10 +99,12 @@ def after_training(
     return {**found, **same}
 
 
-def _loras(folder: str, own: Mapping[str, Any], told: Mapping[str, Any], model: Model) -> dict[str, Any]:
+def _loras(
+    folder: str, own: Mapping[str, Any], told: Mapping[str, Any], model: Model, paths: Mapping[str, str]
+) -> dict[str, Any]:
     """The run's LoRA, and those that the training merged into its base, as strong as there; what is said wins."""
     base = list(told.get("base_weights", ()))
-    if base and (told.get("dora") or any("use_dora" in str(word) for word in told.get("network_args", ()))):
+    if base and settings_of_flags(training_of(told, paths)).dora:
         raise _refused(Generate, "a DoRA scales the base that base_weights are merged into, and is shown on another",
                        MERGE_FIRST)  # fmt: skip
     strengths = [1.0, *(told.get("base_weights_multiplier") or [1.0] * len(base))]

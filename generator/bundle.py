@@ -15,14 +15,15 @@ from typing import Any
 
 from wangen import profiles
 from wangen.generator import slurm
-from wangen.generator.after_training import after_training, read_later
+from wangen.generator.after_training import after_training, read_later, training_of
 from wangen.generator.commands import build, on_top
+from wangen.generator.dataset import name_fault
 from wangen.generator.errors import UsageError
 from wangen.generator.footage import CLIPS, cut_footage, seen_from
 from wangen.generator.lock import RUN_LOCK
 from wangen.generator.memory import PLAIN_MEMORY, memory_of
 from wangen.generator.memory_presets import with_preset
-from wangen.generator.paths import is_absolute_anywhere, windows_name_problem
+from wangen.generator.paths import is_absolute_anywhere
 from wangen.generator.prepare_steps import Preprocess
 from wangen.generator.refusals import judged
 from wangen.generator.resolutions import resolution_name
@@ -347,15 +348,12 @@ def _step(kind: type[Step], workspace: Workspace, target: Target, model: Model, 
     if kind is Train and not values.keys() & {"max_train_epochs", "max_train_steps"}:
         values["max_train_epochs"] = DEFAULT_EPOCHS
     if kind is Train and target.platform.kind == "windows":
-        _require_windows_name(str(values["output_name"]))
+        name = str(values["output_name"])
+        if fault := name_fault(name):
+            raise UsageError(f"--output_name {name!r}: {fault}", cure="give another one")
     known = {option.name for option in options(kind)}
     step = judged(build(kind, {name: value for name, value in values.items() if name in known}))
     return posix_paths(step) if os.name == "nt" and target.platform.kind != "windows" else step
-
-
-def _require_windows_name(name: str) -> None:
-    if fault := windows_name_problem(name):
-        raise UsageError(f"--output_name {name!r}: Windows cannot hold this name ({fault})", cure="give another one")
 
 
 def _layers(workspace: Workspace, target: Target, model: Model) -> tuple[Mapping[str, Mapping[str, Any]], ...]:
@@ -367,10 +365,7 @@ def _memory(model: Model, told: Mapping[str, Any], paths: Mapping[str, str]) -> 
     vram = told.get("vram")
     if vram in (None, AUTO):
         return {} if vram else dict(PLAIN_MEMORY)
-    names = {option.name for option in options(Train)}
-    train = build(Train, {name: value for name, value in {**paths, **told}.items() if name in names})
-    assert isinstance(train, Train)
-    return memory_of(with_preset(train, model, str(vram)))
+    return memory_of(with_preset(training_of(told, paths), model, str(vram)))
 
 
 def posix_paths(step: Step) -> Step:

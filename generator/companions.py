@@ -91,7 +91,7 @@ def sort_out(header: Header) -> Contents:
 
 def _twice(what: str, first: str, second: str, info: TensorInfo) -> WangenError:
     return WangenError(f"two tensors of this file mean the same {what} ({first} and {second})",
-                       where=str(info.place.file) if info.place else "",
+                       where=info.file,
                        cure="get the file in another form: this one was put together from two")  # fmt: skip
 
 

@@ -9,10 +9,9 @@ from wangen.generator.dataset import IMAGE_SUFFIXES, VIDEO_SUFFIXES
 from wangen.generator.errors import UsageError
 from wangen.generator.experts import ORDER, choose_boundary
 from wangen.generator.generate_step import SMOKE_SAMPLING_STEPS
-from wangen.generator.sample_prompts import MAX_SEED
 from wangen.generator.steps import Evaluate, Generate
 from wangen.generator.toml_values import color
-from wangen.generator.train_refusals import MAX_VALIDATION_TIMESTEPS, choose_condition_frames
+from wangen.generator.train_refusals import MAX_VALIDATION_TIMESTEPS, choose_condition_frames, require_seed
 from wangen.profiles import Model
 
 MAX_SHIFT = 1e6
@@ -125,8 +124,8 @@ def _refuse_numbers(options: Generate, model: Model) -> None:
     if options.flow_shift is not None and not 1 / MAX_SHIFT <= options.flow_shift <= MAX_SHIFT:
         raise UsageError(f"--flow_shift {options.flow_shift:g}: it is {1 / MAX_SHIFT:g} to {MAX_SHIFT:g}",
                          cure="Wan uses 3 to 12")  # fmt: skip
-    if options.seed is not None and not 0 <= options.seed <= MAX_SEED:
-        raise UsageError(f"--seed {options.seed}: a seed is a whole number from 0 to {MAX_SEED}")
+    if options.seed is not None:
+        require_seed(options.seed)
     for _, flag, name in LORA_FLAGS:
         loras, strengths = getattr(options, flag), getattr(options, name)
         if strengths and len(strengths) != len(loras):

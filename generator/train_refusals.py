@@ -106,9 +106,7 @@ def refuse_numbers(options: Train) -> None:
         value = getattr(options, name)
         if not (value >= 0 and math.isfinite(value)):
             raise UsageError(f"--{name} must be 0 or above, got {value}", cure=_USUAL.format("from 0 on"))
-    if not 0 <= options.seed <= MAX_SEED:
-        raise UsageError(f"--seed {options.seed}: a seed is a whole number from 0 to {MAX_SEED}",
-                         cure="leave it out for 42")  # fmt: skip
+    require_seed(options.seed)
     asks_for_several(options.gpus)
     for name in ("lr_warmup_steps", "lr_decay_steps"):
         steps_of(name, getattr(options, name), 1)
@@ -124,6 +122,16 @@ def refuse_numbers(options: Train) -> None:
     if options.high_noise_share is not None and not 0 < options.high_noise_share < 1:
         raise UsageError(f"--high_noise_share must be between 0 and 1, got {options.high_noise_share}",
                          cure="to train one expert alone give --experts high or --experts low")  # fmt: skip
+
+
+def require_seed(seed: int) -> None:
+    """Refuse a seed that torch would not take, here or in what judges the run by the same.
+
+    Raises:
+        UsageError: it is negative, or has more than 63 bits.
+    """
+    if not 0 <= seed <= MAX_SEED:
+        raise UsageError(f"--seed {seed}: a seed is a whole number from 0 to {MAX_SEED}", cure="leave it out for 42")
 
 
 def _require_above_zero(options: Train, names: Iterable[str]) -> None:

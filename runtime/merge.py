@@ -220,7 +220,7 @@ def _in_dtype(contents: Contents, changes: Mapping[str, Sequence[Change]], asked
 def _dtype(info: TensorInfo) -> torch.dtype:
     if info.dtype not in TORCH_DTYPES:
         raise WangenError(f"tensors stored as {info.dtype} cannot be written as they are",
-                          where=str(info.place.file) if info.place else "", cure="give --dtype bfloat16")  # fmt: skip
+                          where=info.file, cure="give --dtype bfloat16")  # fmt: skip
     return TORCH_DTYPES[info.dtype]
 
 
@@ -233,7 +233,7 @@ def _cast_later(
 ) -> Later:
     if not change and scale is None and TORCH_DTYPES.get(info.dtype) == dtype:
         return _copied(info)
-    file = str(info.place.file) if info.place else ""
+    file = info.file
     return Later(dtype, info.shape, lambda: cast(_merged(info, scale, change), dtype, name, file))
 
 

@@ -161,6 +161,8 @@ def test_videos_are_made_on_the_base_that_was_trained_on(tmp_path, task):
     generate = spoken(made(tmp_path, text + "[steps.generate]\nprompt = 'a cat'\n"))["linux sh"][-2]
     assert generate.lora_weight == (Path("outputs/x"), Path("/a"), Path("/b"))
     assert generate.lora_multiplier == (1.0, 0.5, 2.0)
+    plain = "network_args = ['use_dora=false']\n[steps.generate]\nprompt = 'a cat'\n"
+    assert spoken(made(tmp_path, text + plain))["linux sh"][-2].lora_weight == generate.lora_weight
     own = "[steps.generate]\nprompt = 'a cat'\nlora_weight = ['/mine']\nlora_multiplier = [0.8]\n"
     mine = spoken(made(tmp_path, text + own))["linux sh"][-2]
     assert (mine.lora_weight, mine.lora_multiplier) == ((Path("/mine"),), (0.8,))

@@ -61,6 +61,11 @@ class TensorInfo:
     shape: tuple[int, ...]
     place: Place | None = field(default=None, compare=False, repr=False)
 
+    @property
+    def file(self) -> str:
+        """The file's name for messages; empty where there is none."""
+        return str(self.place.file) if self.place else ""
+
 
 @dataclass(frozen=True)
 class Header:

@@ -73,7 +73,7 @@ def read_scalar(info: TensorInfo) -> float:
     numbers = read_numbers(info) if info.dtype in READABLE else []
     if len(numbers) != 1:
         raise WangenError(f"a tensor of {info.dtype} and shape {list(info.shape)} where one number is due",
-                          where=str(info.place.file) if info.place else "")  # fmt: skip
+                          where=info.file)  # fmt: skip
     return numbers[0]
 
 

@@ -190,10 +190,7 @@ def fill(
             else:
                 state[name] = weight
         if convert and isinstance(made, nn.Linear):
-            try:
-                made = convert(name.removesuffix(".weight"), made)
-            except WangenError as error:
-                raise WangenError(f"{old}: {error.found}", where=str(checkpoint.path), cure=error.cure) from None
+            made = _converted(convert, name, made, checkpoint)
         if made is not layer:
             _replace(model, layer, made)
     model.load_state_dict(state, strict=False, assign=True)
@@ -201,6 +198,17 @@ def fill(
     model.eval().requires_grad_(False)
     unset = [name for name, value in [*model.named_parameters(), *model.named_buffers()] if value.is_meta]
     assert torch.device(device).type == "meta" or not unset, f"left on the meta device: {unset[:3]}"
+
+
+def _converted(
+    convert: Callable[[str, nn.Linear], nn.Linear], name: str, layer: nn.Linear, checkpoint: Checkpoint
+) -> nn.Linear:
+    """What is put in a layer's place; an error names its weight, as the file calls it."""
+    try:
+        return convert(name.removesuffix(".weight"), layer)
+    except WangenError as error:
+        raise WangenError(f"{checkpoint.names[name]}: {error.found}", where=str(checkpoint.path),
+                          cure=error.cure) from None  # fmt: skip
 
 
 def _in_few_bits(

@@ -84,10 +84,10 @@ def read_coded(info: TensorInfo, device: torch.device | str) -> tuple[torch.Tens
     """
     rows, columns = info.shape
     if info.dtype not in FLOAT8:
-        block_size, _ = _block_of(info)
+        block_size, _ = _block(info.dtype, info.file)
         if columns % block_size:
             raise WangenError(f"a weight of {info.shape} whose rows are no whole blocks of {info.dtype}",
-                              where=str(info.place.file) if info.place else "", cure=OTHER_TYPE)  # fmt: skip
+                              where=info.file, cure=OTHER_TYPE)  # fmt: skip
     return read_bytes(info, device).view(torch.int8).reshape(rows, -1), Coding(info.dtype, info.shape)
 
 
@@ -112,7 +112,7 @@ def read_weight(
         return read_tensor(info, dtype, device)
     dtype = dtype or torch.bfloat16
     if info.dtype not in FLOAT8:
-        _block_of(info)
+        _block(info.dtype, info.file)
     factor = read_scale(info, scale, device)
     if torch.device(device).type == "meta":
         return torch.empty(info.shape, dtype=dtype, device=device)
@@ -138,7 +138,7 @@ def read_scale(weight: TensorInfo, scale: TensorInfo | None, device: torch.devic
     if per_block and value.shape[1] and weight.shape[1] % value.shape[1] == 0:
         return value
     raise WangenError(f"a scale of shape {tuple(value.shape)} fits no weight of shape {weight.shape}",
-                      where=str(scale.place.file) if scale.place else "", cure=OTHER_TYPE)  # fmt: skip
+                      where=scale.file, cure=OTHER_TYPE)  # fmt: skip
 
 
 def refuse_other_forms(path: Path, header: Header, contents: Contents) -> None:
@@ -315,7 +315,7 @@ def fp8_layer(layer: nn.Linear, info: TensorInfo, device: torch.device | str) ->
     return QuantizedLinear(layer, stored.view(torch.int8), Coding("F8_E4M3", info.shape), scale)
 
 
-def _gguf_type(dtype: str) -> Any:
+def _gguf_type(dtype: str, file: str = "") -> Any:
     """GGUF's own name of a type that can be decoded. The library is imported here, since few files need it."""
     from diffusers.quantizers.gguf.utils import dequantize_functions
 
@@ -323,25 +323,18 @@ def _gguf_type(dtype: str) -> Any:
         if kind.name == dtype:
             return kind
     known = ", ".join(sorted(kind.name for kind in dequantize_functions))
-    raise WangenError(f"weights of the GGUF type {dtype} cannot be decoded here", cure=f"get one of {known}")
+    raise WangenError(
+        f"weights of the GGUF type {dtype} cannot be decoded here", where=file, cure=f"get one of {known}"
+    )
 
 
-def _block(dtype: str) -> tuple[int, int]:
-    """How many numbers and how many bytes a block of a GGUF type has.
+def _block(dtype: str, file: str = "") -> tuple[int, int]:
+    """How many numbers and how many bytes a block of a GGUF type has; `file` is for the message.
 
     Raises:
         WangenError: a type that cannot be decoded.
     """
-    return BLOCKS[_gguf_type(dtype).name]
-
-
-def _block_of(info: TensorInfo) -> tuple[int, int]:
-    """The same of a tensor; the error names its file."""
-    try:
-        return _block(info.dtype)
-    except WangenError as error:
-        where = str(info.place.file) if info.place else ""
-        raise WangenError(error.found, where=where, cure=error.cure) from None
+    return BLOCKS[_gguf_type(dtype, file).name]
 
 
 def _decode_gguf(dtype: str, stored: torch.Tensor) -> torch.Tensor:
