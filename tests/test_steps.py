@@ -167,6 +167,12 @@ def test_a_list_that_an_empty_variable_left_is_left_out(words, caplog):
         (Generate, ["--video_size", "480"], ["--video_size takes 2 values, got 480", "give height and width"]),
         (Generate, ["--video-size", "480", "--save_path", "x"], ["2 values, got 480", "give height and width"]),
         (Evaluate, ["--video_size", "--seed", "1"], ["--video_size takes 2 values, got none", "give height and width"]),
+        (Train, [*TRAIN, "--dit", "--vae", "v"], ["--dit has no value: --vae follows", "give transformer weights"]),
+        (
+            Train,
+            [*TRAIN, "--training_comment", "--fresh"],
+            ["joined to it: --training_comment=--fresh"],
+        ),
     ],
 )
 def test_a_wrong_line_is_answered_with_the_cure(step, words, parts):
