@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from wangen.generator.errors import WangenError
+from wangen.generator.errors import WangenError, read_cure
 from wangen.generator.excerpts import Excerpt
 from wangen.generator.files import read_file
 from wangen.generator.install import require_library
@@ -226,7 +226,7 @@ def read_caption(path: Path) -> str:
     except UnicodeDecodeError:
         raise BadItemError(path, "is not UTF-8", "save it as UTF-8") from None
     except OSError as error:
-        raise BadItemError(path, f"cannot be read: {error.strerror}", "fix its rights") from None
+        raise BadItemError(path, f"cannot be read: {error.strerror}", read_cure(error)) from None
     if not caption:
         raise BadItemError(path, "is empty", "describe the picture in a sentence")
     return caption

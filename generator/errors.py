@@ -72,14 +72,19 @@ _NO_ANSWER = {getattr(errno, name, errno.EIO) for name in ("EIO", "ESTALE", "ENO
 """A disk, a network drive or a terminal is gone."""
 
 
-_PATH = {
+_FILES = "close what holds many files open, or raise the limit of open files (ulimit -n)"
+_ANSWERS = "see whether the disk or network drive answers"
+_CURES = {
+    **dict.fromkeys(_NO_ANSWER, _ANSWERS),
+    errno.EMFILE: _FILES,
+    errno.ENFILE: _FILES,
     errno.ENAMETOOLONG: "give a shorter name",
     errno.ENOTDIR: "give another path: a file is where a folder would have to be",
     errno.EEXIST: "give another path: a file is where a folder would have to be",
     errno.EISDIR: "give another path: a folder has this name",
     errno.ELOOP: "give another path: this is a link that leads to itself",
 }
-"""What to do when no room and no rights would help, as it is the path that cannot be."""
+"""What to do when no room and no rights would help."""
 
 
 def write_cure(error: OSError) -> str:
@@ -90,7 +95,18 @@ def write_cure(error: OSError) -> str:
     >>> write_cure(OSError(errno.ENOSPC, "No space left on device"))
     'free space or fix the rights'
     """
-    return _PATH.get(error.errno or 0, "free space or fix the rights")
+    return _CURES.get(error.errno or 0, "free space or fix the rights")
+
+
+def read_cure(error: OSError) -> str:
+    """What to do when a file cannot be read.
+
+    >>> read_cure(PermissionError(errno.EACCES, "Permission denied"))
+    'fix its rights'
+    >>> read_cure(OSError(errno.EIO, "Input/output error"))
+    'see whether the disk or network drive answers'
+    """
+    return "see whether it is there" if error.errno == errno.ENOENT else _CURES.get(error.errno or 0, "fix its rights")
 
 
 def in_words(error: OSError) -> WangenError | None:

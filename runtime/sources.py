@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from wangen.generator.dataset import MediaFacts, read_facts
-from wangen.generator.errors import WangenError
+from wangen.generator.errors import WangenError, read_cure
 from wangen.runtime.rows import read_rows, write_rows
 
 MEMO = ".wangen-sources.jsonl"
@@ -114,7 +114,7 @@ def digest_file(path: Path) -> str:
             return hashlib.file_digest(file, "sha256").hexdigest()
     except OSError as error:
         raise WangenError(
-            f"cannot be read: {error.strerror}", where=str(path), cure="fix its rights or take it out"
+            f"cannot be read: {error.strerror}", where=str(path), cure=f"{read_cure(error)} or take it out"
         ) from None
 
 

@@ -12,6 +12,8 @@ from wangen.generator.errors import WangenError
 if TYPE_CHECKING:
     from PIL import Image
 
+_FAILURES = (Exception,)
+"""The tokenizer's library, which is written in another language, raises nothing narrower."""
 _CURE = "give the folder of a model for images and text, as transformers saves it, with its weights in .safetensors"
 
 
@@ -81,7 +83,6 @@ class VisionLanguageModel:
 
 
 def _load(folder: Path, dtype: torch.dtype) -> tuple[Any, Any]:
-    from safetensors import SafetensorError
     from transformers import AutoModelForImageTextToText, AutoProcessor
 
     local = {"local_files_only": True, "trust_remote_code": False}
@@ -93,7 +94,7 @@ def _load(folder: Path, dtype: torch.dtype) -> tuple[Any, Any]:
     except ImportError as error:
         raise WangenError(f"a library that this model needs is not installed: {_short(error)}", where=str(folder),
                           cure=_install(str(error))) from None  # fmt: skip
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RuntimeError, SafetensorError) as error:
+    except _FAILURES as error:
         raise WangenError(f"cannot be loaded as a vision-language model: {_short(error)}", where=str(folder),
                           cure=_CURE) from None  # fmt: skip
     if missing := sorted(info["missing_keys"]):

@@ -246,3 +246,11 @@ def test_a_folder_without_media_and_one_that_is_not_there(tmp_path):
             caption.run(Caption(dataset_dir=folder, report_only=True))
     with pytest.raises(UsageError, match="needs --model"):
         caption.run(Caption(dataset_dir=tmp_path))
+
+
+def test_a_tokenizer_that_its_library_cannot_read_is_said(media, vlm, tmp_path, capsys):
+    model = shutil.copytree(vlm, tmp_path / "vlm")
+    tokenizer = model / "tokenizer.json"
+    tokenizer.write_bytes(tokenizer.read_bytes()[:200])
+    assert main(["caption", "--dataset_dir", str(media), "--model", str(model)]) == 1
+    assert "cannot be loaded as a vision-language model" in capsys.readouterr().err

@@ -2,6 +2,9 @@
 
 import json
 import math
+import resource
+import signal
+from contextlib import contextmanager
 
 import pytest
 import torch
@@ -64,6 +67,38 @@ def test_a_place_that_cannot_be_written_is_said(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(WangenError, match="cannot write"):
         Metrics(tmp_path / "file" / "metrics.jsonl", 0)
+
+
+@contextmanager
+def disk_of(size):
+    """As long as this lasts no file can be larger than so many bytes: the disk takes a part of a line, then none."""
+    before, handler = resource.getrlimit(resource.RLIMIT_FSIZE), signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+        signal.signal(signal.SIGXFSZ, handler)
+
+
+def test_lines_that_the_disk_does_not_take_wait_for_it(tmp_path, caplog):
+    path = tmp_path / "metrics.jsonl"
+    with Metrics(path, 0) as metrics:
+        metrics.log({"step": 1})
+        with disk_of(path.stat().st_size + 5):
+            for step in (2, 3, 4):
+                metrics.log({"step": step})
+            assert path.read_text() == '{"step": 1}\n{"ste'
+        metrics.log({"step": 5})
+        assert lines(path) == [{"step": step} for step in range(1, 6)]
+        assert caplog.text.count("cannot write") == 1
+        with disk_of(path.stat().st_size):
+            metrics.log({"step": 6})
+            metrics.log({"step": 7})
+            metrics.close()
+    assert caplog.text.count("File too large; its lines wait until the disk takes them") == 2
+    assert f"the last 2 lines of {path} cannot be written: File too large" in caplog.text
+    assert len(lines(path)) == 5
 
 
 def test_bins_hold_each_loss_at_its_timestep_and_nothing_that_is_not_finite():

@@ -1,5 +1,6 @@
 """A run that ends early goes on, with the bytes of one that did not; changed flags make anew what they change."""
 
+import errno
 import logging
 import os
 import shutil
@@ -279,3 +280,19 @@ def test_ctrl_c_stops_soon_with_one_message(tmp_path):
     assert "Traceback" not in said
     done = len(list((tmp_path / "o").glob("clips/[!.]*.mp4")))
     assert 0 < done < 1000 // 9
+
+
+def test_a_record_that_the_disk_refuses_ends_the_step_and_drops_no_clip(videos, whole, tmp_path, monkeypatch):
+    write = cutting.write_whole
+
+    def full(path, content):
+        if path.name.startswith("1-"):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
+        write(path, content)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(cutting, "write_whole", full)
+        with pytest.raises(OSError, match="No space left"):
+            prepare(videos, tmp_path, num_workers=1)
+    prepare(videos, tmp_path, num_workers=1)
+    assert made(tmp_path) == whole

@@ -1,7 +1,9 @@
 """What forbids publishing is said before anything is written: paths, names, a run under way, files in the way."""
 
+import errno
 import json
 import os
+import sys
 import time
 from pathlib import Path
 
@@ -265,3 +267,20 @@ def test_a_remembered_source_and_model_are_used_again(place, tmp_path, capsys):
     assert publish(place) == 0
     assert "Wan 2.1 T2V 14B" in capsys.readouterr().out
     assert read_tree(root(place)) == before
+
+
+@pytest.mark.parametrize("command", ["publish", "check"])
+def test_media_that_cannot_be_looked_at_are_named(place, monkeypatch, capsys, command):
+    """As on a network drive that does not answer, or where somebody has removed them since the folder was listed."""
+    assert publish(place) == 0
+    look = Path.stat
+
+    def stale(path, **how):
+        if path.name == "a.jpg" and sys._getframe(1).f_code.co_name == "recall":
+            raise OSError(errno.ESTALE, os.strerror(errno.ESTALE), str(path))
+        return look(path, **how)
+
+    monkeypatch.setattr(Path, "stat", stale)
+    assert main([command, "cats", "--workspace", str(place)]) == 1
+    said = "".join(capsys.readouterr())
+    assert "a.jpg: cannot be read: Stale file handle; see whether the disk or network drive answers" in said

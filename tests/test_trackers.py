@@ -3,6 +3,7 @@
 import errno
 import os
 import sys
+import time
 from dataclasses import replace
 from types import ModuleType, SimpleNamespace
 
@@ -166,6 +167,22 @@ def test_tensorboards_thread_ends_with_one_line_where_the_disk_refuses(tiny_run,
     said = [record.getMessage() for record in caplog.records if "stopped logging" in record.getMessage()]
     assert len(said) == 1
     assert "No space left on device" in said[0]
+    assert "Traceback" not in capsys.readouterr().err
+
+
+def test_a_disk_that_refuses_tensorboard_from_the_start_shows_no_traceback(tiny_run, tmp_path, monkeypatch, capsys):
+    real = open
+
+    def full(path, *words, **how):
+        if "tfevents" in str(path):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
+        return real(path, *words, **how)
+
+    monkeypatch.setattr("builtins.open", full)
+    with open_trackers(tiny_run.options(tmp_path, log_with=("tensorboard",)), 0) as logs:
+        for step in range(1, 40):
+            logs.log(step, {"loss": 1.0})
+            time.sleep(0.01)  # its thread writes meanwhile
     assert "Traceback" not in capsys.readouterr().err
 
 

@@ -310,26 +310,6 @@ def test_a_byte_that_changed_in_a_state_is_named_with_the_way_on(tiny_run, tmp_p
     assert "remove this folder" in str(error.value)
 
 
-@pytest.mark.parametrize("file", ["state.json", "adapter.safetensors"])
-def test_a_state_of_another_user_is_not_called_damaged(tiny_run, tmp_path, monkeypatch, file):
-    """Root may read all, so the refusal is made."""
-    options = tiny_run.options(tmp_path, max_train_steps=2)
-    train.run(options)
-    for name in ("read_text", "read_bytes"):
-        read = getattr(Path, name)
-
-        def refusing(path, *words, read=read, **how):
-            if path.name == file:
-                raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
-            return read(path, *words, **how)
-
-        monkeypatch.setattr(Path, name, refusing)
-    with pytest.raises(WangenError, match="the training state cannot be read: Permission denied") as error:
-        train.run(replace(options, max_train_steps=3))
-    assert "fix its rights" in str(error.value)
-    assert "--fresh" not in str(error.value)
-
-
 def test_a_state_of_an_earlier_version_has_no_checksums(tiny_run, tmp_path):
     options = tiny_run.options(tmp_path, max_train_steps=2)
     train.run(options)

@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from pathlib import Path
 
-from wangen.generator.errors import WangenError
+from wangen.generator.errors import WangenError, read_cure
 from wangen.generator.files import spread
 from wangen.generator.formats import DOWNLOAD_AGAIN, Header
 from wangen.generator.formats.foreign import START_BYTES, foreign, preallocated, unfinished
@@ -55,7 +55,7 @@ def fingerprint(path: Path, header: Header) -> Iterator[bytes]:
 
 def unreadable(path: Path, error: OSError) -> WangenError:
     """The error of a file that is there and cannot be read."""
-    return WangenError(f"cannot be read: {error.strerror or error}", where=str(path))
+    return WangenError(f"cannot be read: {error.strerror or error}", where=str(path), cure=read_cure(error))
 
 
 def _read(path: Path) -> Header:

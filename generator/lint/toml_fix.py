@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from wangen.generator.errors import WangenError
+from wangen.generator.errors import WangenError, read_cure
 from wangen.generator.files import write_text
 from wangen.generator.lint.script import Call, Script
 from wangen.generator.lint.toml import PATH_KEYS, Toml, forward, judge, judge_file, parse, read
@@ -47,7 +47,7 @@ def mend(script: Script, call: Call, path: Path) -> Copy | None:
     try:
         toml = read(path)
     except OSError as error:
-        raise WangenError(f"cannot read the TOML: {error.strerror}", where=str(path), cure="fix its rights") from None
+        raise WangenError(f"cannot read the TOML: {error.strerror}", where=str(path), cure=read_cure(error)) from None
     foreign = call.tool != "wangen"
     if not judge_file(script, own, toml) and not (foreign and _of_files_rate(toml.general, toml.blocks)):
         return None

@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
-from wangen.generator.errors import WangenError
+from wangen.generator.errors import WangenError, read_cure
 from wangen.generator.target import Target
 
 Part = Literal["bundle", "caches", "checkpoints", "outputs"]
@@ -55,5 +55,5 @@ def entries_of(folder: Path) -> list[Path]:
         return []
     except OSError as error:
         raise WangenError(
-            f"cannot list the folder: {error.strerror}", where=str(folder), cure="fix its rights"
+            f"cannot list the folder: {error.strerror}", where=str(folder), cure=read_cure(error)
         ) from None

@@ -25,7 +25,7 @@ from wangen.generator.dataset import (
     name_problem,
     same_names,
 )
-from wangen.generator.errors import WangenError
+from wangen.generator.errors import WangenError, read_cure
 from wangen.generator.files import remove_left, write_text
 from wangen.generator.geometry import too_short
 from wangen.generator.install import require_library
@@ -240,9 +240,13 @@ def _shared(items: Iterable[Item]) -> list[str]:
 
 def _read_facts(paths: Sequence[Path], memo: "_Memo", advance: Advance) -> tuple[dict[Path, MediaFacts], list[Problem]]:
     facts: dict[Path, MediaFacts] = {}
-    unknown = []
+    unknown, problems = [], []
     for path in paths:
-        recalled = memo.recall(path)
+        try:
+            recalled = memo.recall(path)
+        except OSError as error:
+            problems.append(Problem(path, f"cannot be read: {error.strerror}", read_cure(error)))
+            continue
         if recalled:
             facts[path] = recalled
         else:
@@ -255,7 +259,6 @@ def _read_facts(paths: Sequence[Path], memo: "_Memo", advance: Advance) -> tuple
         advance(path.name)
         return found
 
-    problems = []
     with ThreadPoolExecutor() as pool:
         for path, found in zip(unknown, pool.map(look, unknown), strict=True):
             if isinstance(found, Problem):
@@ -279,11 +282,14 @@ class _Memo:
         self.states: dict[Path, FileState] = {}
 
     def recall(self, path: Path) -> MediaFacts | None:
-        """The facts of a file that did not change since they were kept."""
+        """The facts of a file that did not change since they were kept.
+
+        Raises:
+            OSError: it cannot be looked at.
+        """
         record = self._before.get(str(path))
-        with suppress(OSError):
-            self.states[path] = FileState.of(path.stat())
-        if record is None or path not in self.states:
+        self.states[path] = FileState.of(path.stat())
+        if record is None:
             return None
         shown, before, facts = self._shown_by(path), record[:5], record[5:]
         is_linked_anew = shown[4] != before[4]  # which changes the change time, too
@@ -294,8 +300,8 @@ class _Memo:
 
     def keep(self, path: Path, facts: MediaFacts) -> None:
         """Remember what was found, unless the file is so young that it may still change without showing it."""
-        state = self.states.get(path)
-        if state and time.time_ns() - state.mtime_ns > COARSE_NS:
+        state = self.states[path]
+        if time.time_ns() - state.mtime_ns > COARSE_NS:
             shown = self._shown_by(path)
             self._now[str(path)] = [*shown, facts.width, facts.height, facts.num_frames, facts.duration_s]
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
-from wangen.generator.errors import WangenError
+from wangen.generator.errors import WangenError, read_cure
 from wangen.generator.formats.safetensors import read_safetensors
 from wangen.runtime.cache.recipes import ENTRY_NAME, FORMAT, Encoder, Kind, digest, key_of, source_of
 
@@ -152,7 +152,7 @@ def _read(folder: Path, file: str, pack: str, span: Span | None, deep: bool) -> 
         return None
     except OSError as error:
         raise UnreadableEntryError(
-            f"cannot be read: {error.strerror}", where=str(path), cure="fix its rights"
+            f"cannot be read: {error.strerror}", where=str(path), cure=read_cure(error)
         ) from None
     return entry
 

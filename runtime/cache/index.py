@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from wangen.generator.bulk import bulk
-from wangen.generator.errors import WangenError
+from wangen.generator.errors import WangenError, read_cure
 from wangen.runtime.cache.entries import CorruptEntryError, Entry, read_entry
 from wangen.runtime.cache.recipes import ENTRY_NAME, KINDS, SUFFIX, Encoder
 from wangen.runtime.rows import read_rows, write_rows
@@ -118,4 +118,4 @@ def _list(folder: Path) -> dict[str, FileState]:
         return {}
     except OSError as error:
         raise WangenError(f"cannot list the cache folder: {error.strerror}", where=str(folder),
-                          cure="fix its rights") from None  # fmt: skip
+                          cure=read_cure(error)) from None  # fmt: skip

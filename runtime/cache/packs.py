@@ -18,7 +18,7 @@ from itertools import accumulate
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from wangen.generator.errors import WangenError
+from wangen.generator.errors import WangenError, read_cure
 from wangen.runtime.cache.entries import REPAIR, CorruptEntryError, Entry, UnreadableEntryError, read_packed_entry
 from wangen.runtime.cache.recipes import Kind, item_digest
 
@@ -173,7 +173,7 @@ def _names(folder: Path) -> set[str]:
         return set()
     except OSError as error:
         raise WangenError(f"cannot list the packs: {error.strerror}", where=str(folder / FOLDER),
-                          cure="fix its rights") from None  # fmt: skip
+                          cure=read_cure(error)) from None  # fmt: skip
 
 
 def pack_at(folder: Path, name: str) -> Pack | None:
@@ -271,4 +271,4 @@ def _ends_at(path: Path, end: int) -> bool:
 
 
 def _unreadable(path: Path, error: OSError) -> UnreadableEntryError:
-    return UnreadableEntryError(f"cannot be read: {error.strerror}", where=str(path), cure="fix its rights")
+    return UnreadableEntryError(f"cannot be read: {error.strerror}", where=str(path), cure=read_cure(error))

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from wangen.generator.errors import WangenError
-from wangen.generator.files import remove, write_text
+from wangen.generator.files import remove, write_whole
 from wangen.generator.videos import open_video
 from wangen.runtime.decoders.pyav import shown_frames
 from wangen.runtime.media import fit
@@ -114,8 +114,12 @@ def cut(job: Job, keys: Sequence[str], form: Form, place: Place, tell: Tell) -> 
 
 
 def _record(place: Place, name: str, key: str, num_bytes: int | None) -> None:
-    """Say what a clip is made of, and its size once it is whole."""
-    write_text(place.record(name), json.dumps({"key": key, "bytes": num_bytes}))
+    """Say what a clip is made of, and its size once it is whole.
+
+    Raises:
+        OSError: the disk refused, which is no fault of the video.
+    """
+    write_whole(place.record(name), [json.dumps({"key": key, "bytes": num_bytes}).encode()])
 
 
 def _frames(footage: Footage, first: int, end: int, form: Form) -> Iterator["Frame"]:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from wangen.generator.dataset import BadItemError, Problem, media_of, read_caption
-from wangen.generator.errors import UsageError, WangenError, printable
+from wangen.generator.errors import UsageError, WangenError, printable, read_cure
 from wangen.generator.files import is_file
 from wangen.generator.npz import is_npz
 from wangen.generator.prepare_steps import Preprocess
@@ -124,7 +124,7 @@ def _walk(folder: Path) -> Iterator[Path]:
     """
 
     def refuse(error: OSError) -> None:
-        raise WangenError(f"cannot list the folder: {error.strerror}", where=str(error.filename), cure="fix its rights")
+        raise WangenError(f"cannot list the folder: {error.strerror}", where=str(error.filename), cure=read_cure(error))
 
     seen = set()
     for parent, folders, names in os.walk(folder, onerror=refuse, followlinks=True):

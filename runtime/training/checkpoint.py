@@ -22,16 +22,20 @@ import torch
 from wangen.generator.errors import WangenError, write_cure
 from wangen.generator.files import remove_left, remove_tree, replace, sync_folder, write_text, write_whole
 from wangen.runtime.safetensors_file import serialize
+from wangen.runtime.training.state_manifest import (
+    FORMAT,
+    IN_PARTS,
+    MANIFEST,
+    content_of,
+    files_of,
+    is_to_be_kept,
+    read_manifest,
+)
 
 log = logging.getLogger("wangen")
 
-MANIFEST = "state.json"
-FORMAT = "wangen-state-2"
-IN_PARTS = "parts"
-"""The folder of a state that several processes wrote, each its parts (`wangen.runtime.training.sharded_state`)."""
 NEWEST = "newest"
 """The file that names the state that was saved last: one that is to be kept may be of more steps, of another line."""
-_PARTS = ("adapter", "optimizer", "ema")
 
 
 @dataclass(frozen=True)
@@ -92,7 +96,7 @@ def save(folder: Path, state: TrainingState, *, keep: bool = False) -> Path:
             checksums = {
                 file: _write(staging / file, getattr(expert, part))
                 for name, expert in state.experts.items()
-                for part, file in _files(name).items()
+                for part, file in files_of(name).items()
             }
             return complete(staging, {**manifest_of(state, keep=keep), "checksums": checksums})
     finally:
@@ -133,12 +137,6 @@ def cannot_save(folder: Path, reason: str | None, cure: str = "free space") -> W
         where=str(folder),
         cure=f"{cure}, then run the same line again: it goes on from the last state",
     )
-
-
-def _not_readable(path: Path, error: OSError) -> WangenError:
-    """What to say of a state that belongs to somebody else."""
-    return WangenError(f"the training state cannot be read: {error.strerror}", where=str(path),
-                       cure="fix its rights, as of a state that another user has written")  # fmt: skip
 
 
 def damaged(state: Path, reason: object) -> WangenError:
@@ -182,7 +180,7 @@ def complete(staging: Path, manifest: Mapping[str, Any]) -> Path:
     """Give a state whose files are all there its manifest, and then its name, which is returned."""
     folder, final = staging.parent, staging.parent / f"step-{manifest['step']:08d}"
     aside = folder / _aside(final.name)  # still a state that `newest` finds, should the last lines be cut short
-    if any((_manifest(path) or {}).get("keep") for path in (final, aside)):
+    if any(is_to_be_kept(path) for path in (final, aside)):
         manifest = {**manifest, "keep": True}  # the same step once more, with what an interrupt had left undone
     files = (path for path in sorted(staging.rglob("*")) if path.is_file())
     sizes = {path.relative_to(staging).as_posix(): path.stat().st_size for path in files}
@@ -205,9 +203,13 @@ def _aside(name: str) -> str:
 
 
 def newest(folder: Path, facts: Mapping[str, Any] = MappingProxyType({})) -> Path | None:
-    """The complete state that was saved last, else the one with the most steps, of those that have these facts."""
+    """The complete state that was saved last, else the one with the most steps, of those that have these facts.
+
+    Raises:
+        WangenError: what a state says of itself cannot be read: it may be the one.
+    """
     paths = folder.glob("step-*") if folder.is_dir() else []
-    found = ((path, manifest) for path in paths if (manifest := _manifest(path)) is not None)
+    found = ((path, manifest) for path in paths if (manifest := read_manifest(path)) is not None)
     steps = {path: manifest["step"] for path, manifest in found if facts.items() <= manifest["facts"].items()}
     last = _named(folder)
     return max(steps, key=lambda path: (path.name in (last, _aside(last)), steps[path], -len(path.name)), default=None)
@@ -215,14 +217,18 @@ def newest(folder: Path, facts: Mapping[str, Any] = MappingProxyType({})) -> Pat
 
 def experts_of(path: Path) -> tuple[Collection[str], Mapping[str, Any]]:
     """The names of the experts of a state, and its fingerprint: no tensor is read."""
-    manifest = _manifest(path) or {}
+    manifest = read_manifest(path) or {}
     return manifest.get("experts", {}).keys(), manifest.get("fingerprint", {})
 
 
 def _named(folder: Path) -> str:
-    """The state that was saved last, by its name; empty where nothing says it."""
-    with suppress(OSError, ValueError):
-        return (folder / NEWEST).read_text(encoding="utf-8").strip()
+    """The state that was saved last, by its name; empty where nothing says it.
+
+    Raises:
+        WangenError: it cannot be read.
+    """
+    with suppress(ValueError):
+        return content_of(folder / NEWEST).decode().strip()
     return ""
 
 
@@ -238,7 +244,7 @@ def require_own_format(folder: Path) -> None:
     if last:
         named = _named(folder)  # of a run that began again at an earlier step it is not the one of the most steps
         for path in sorted(folder.glob("step-*")):
-            if (path.name > last.name or path.name == named) and _manifest(path) is None:
+            if (path.name > last.name or path.name == named) and read_manifest(path) is None:
                 log.warning("  %s is damaged or of another version: going on from %s", path, last.name)
         return
     for path in sorted(folder.glob(f"step-*/{MANIFEST}")):
@@ -256,19 +262,22 @@ def require_own_format(folder: Path) -> None:
 
 
 def identity(path: Path) -> str:
-    """What tells a state from every other, 16 hex digits; of a folder that is none as well, which `read` refuses."""
-    with suppress(OSError):
-        return hashlib.sha256((path / MANIFEST).read_bytes()).hexdigest()[:16]
-    return ""
+    """What tells a state from every other, 16 hex digits; empty of a folder that is none, which `read` refuses.
+
+    Raises:
+        WangenError: it cannot be read.
+    """
+    content = content_of(path / MANIFEST)
+    return hashlib.sha256(content).hexdigest()[:16] if content else ""
 
 
 def read(path: Path) -> TrainingState:
     """The state in a folder; the tensors of one in parts are left there.
 
     Raises:
-        WangenError: it is no complete state, it is damaged, or this user may not read it.
+        WangenError: it is no complete state, it is damaged, or it cannot be read.
     """
-    manifest = _manifest(path)
+    manifest = read_manifest(path)
     if manifest is None:
         raise WangenError("this is no complete training state", where=str(path), cure=_instead_of(path))
     experts = {}
@@ -277,7 +286,7 @@ def read(path: Path) -> TrainingState:
             experts[name] = ExpertState(adapter={}, optimizer={}, ema={}, in_parts=path / IN_PARTS, **numbers)
             continue
         adapter, optimizer, ema = (
-            _load(path / file, manifest["checksums"].get(file)) for file in _files(name).values()
+            _load(path / file, manifest["checksums"].get(file)) for file in files_of(name).values()
         )
         experts[name] = ExpertState(adapter=adapter, optimizer=optimizer, ema=ema, **numbers)
     return TrainingState(experts, manifest["fingerprint"], manifest["facts"], path)
@@ -292,11 +301,6 @@ def _instead_of(path: Path) -> str:
     return "leave --resume out or give another"
 
 
-def _files(expert: str) -> dict[str, str]:
-    """The names of the files of an expert's parts."""
-    return {part: f"{part}_{expert}.safetensors" if expert else f"{part}.safetensors" for part in _PARTS}
-
-
 def _load(path: Path, checksum: int | None) -> dict[str, torch.Tensor]:
     """The tensors of a file, read as bytes: a mapped file could not be removed on Windows when the next replaces it.
 
@@ -305,27 +309,29 @@ def _load(path: Path, checksum: int | None) -> dict[str, torch.Tensor]:
     from safetensors import SafetensorError
     from safetensors.torch import load
 
+    content = content_of(path)
+    if checksum is not None and crc32(content) != checksum:
+        raise damaged(path.parent, f"{path.name} has other bytes than were saved")
     try:
-        content = path.read_bytes()
-        if checksum is not None and crc32(content) != checksum:
-            raise damaged(path.parent, f"{path.name} has other bytes than were saved")
         tensors: dict[str, torch.Tensor] = load(content)
         return tensors
-    except PermissionError as error:
-        raise _not_readable(path, error) from None
-    except (OSError, SafetensorError) as error:
+    except SafetensorError as error:
         raise damaged(path.parent, error) from None
 
 
 def remove_others(folder: Path, keep: set[Path], staying: Callable[[list[int]], set[int]]) -> None:
     """Remove the states of a folder except these and, of those that were saved to be kept, those of steps that stay.
 
-    What a killed run left half written goes as well: it may have been at a step that is never saved again.
+    What a killed run left half written goes as well: it may have been at a step that is never saved again. A state of
+    which it cannot be read whether it is to be kept stays.
     """
     spared = {path.resolve() for path in keep}
     for path in folder.glob(".staging-*"):
         _remove(path)
-    manifests = {path: _manifest(path) or {} for path in folder.glob("step-*")}
+    manifests = {}
+    for path in folder.glob("step-*"):
+        with suppress(WangenError):
+            manifests[path] = read_manifest(path) or {}
     kept = {path: manifest["step"] for path, manifest in manifests.items() if manifest.get("keep")}
     stay = staying(sorted(set(kept.values())))
     for path in manifests:
@@ -342,27 +348,3 @@ def _remove(folder: Path) -> None:
     """Remove a folder that nobody needs; one that cannot be removed costs only its room."""
     with suppress(OSError):
         remove_tree(folder)
-
-
-def _manifest(path: Path) -> dict[str, Any] | None:
-    """What a state says of itself; None of what is none.
-
-    Raises:
-        WangenError: this user may not read it.
-    """
-    with suppress(OSError, ValueError, RecursionError, LookupError, TypeError, AttributeError):
-        try:
-            manifest = json.loads((path / MANIFEST).read_text(encoding="utf-8"))
-        except PermissionError as error:
-            raise _not_readable(path / MANIFEST, error) from None
-        whole = all((path / name).stat().st_size == size for name, size in manifest["files"].items())
-        if manifest.setdefault("in_parts", False):
-            parts = {f"{IN_PARTS}/.metadata"}
-        else:
-            parts = {file for name in manifest["experts"] for file in _files(name).values()}
-        manifest.setdefault("checksums", {})
-        told = all(isinstance(manifest[name], dict) for name in ("experts", "fingerprint", "facts", "checksums"))
-        numbers = all(set(expert) == {"step", "numbers", "ema_updates"} for expert in manifest["experts"].values())
-        if manifest["format"] == FORMAT and whole and told and numbers and parts <= set(manifest["files"]):
-            return dict(manifest) if isinstance(manifest["step"], int) else None
-    return None

@@ -8,13 +8,14 @@ import logging
 import math
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
+from io import FileIO
 from pathlib import Path
 from types import TracebackType
-from typing import Any, TextIO
+from typing import Any
 
 import torch
 
-from wangen.generator.errors import WangenError
+from wangen.generator.errors import WangenError, many
 from wangen.generator.files import write_whole
 from wangen.runtime.training.ranks import Ranks
 
@@ -31,7 +32,8 @@ class Metrics:
     """`metrics.jsonl`: a line of JSON for every step and every validation.
 
     A run that resumes has the lines up to the step it resumes from, and writes the later ones anew. Runs of several
-    names share the file of their folder: each line says whose it is.
+    names share the file of their folder: each line says whose it is. Once it is open a disk that refuses stops no run:
+    lines wait, with one warning, until it takes them.
     """
 
     def __init__(self, path: Path, step: int, experts: Collection[str] = ("",), *, name: str = "") -> None:
@@ -48,6 +50,7 @@ class Metrics:
         """
         self._path = path
         self._mark = {"output_name": name} if name else {}
+        self._waiting, self._is_refused = b"", False
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             kept = _lines_until(path, step, {"", *experts}, name)
@@ -56,28 +59,40 @@ class Metrics:
         except OSError as error:
             raise self._unwritable(error) from None
 
-    def _opened(self) -> TextIO:
+    def _opened(self) -> FileIO:
         self._path.parent.mkdir(parents=True, exist_ok=True)
-        return self._path.open("a", encoding="utf-8", newline="\n")
+        return self._path.open("ab", buffering=0)  # so that it is known how much of a line a full disk took
 
     def log(self, record: Mapping[str, Any]) -> None:
-        """Add a line; it is in the file when this returns. Numbers that are not finite become null.
-
-        Raises:
-            WangenError: the disk refused.
-        """
+        """Add a line, in the file when this returns if the disk takes it; numbers that are not finite become null."""
+        line = json.dumps(_plain({**record, **self._mark}), allow_nan=False)
+        self._waiting += f"{line}\n".encode()
         try:
             if not self._path.exists():
                 log.warning("  %s was removed while this run writes it: it begins anew at this line", self._path)
                 self._file.close()
                 self._file = self._opened()
-            self._file.write(json.dumps(_plain({**record, **self._mark}), allow_nan=False) + "\n")
-            self._file.flush()
+            self._write()
         except OSError as error:
-            raise self._unwritable(error) from None
+            if not self._is_refused:
+                log.warning(
+                    "  cannot write %s: %s; its lines wait until the disk takes them", self._path, error.strerror
+                )
+            self._is_refused = True
+
+    def _write(self) -> None:
+        while self._waiting:
+            self._waiting = self._waiting[self._file.write(self._waiting) :]
+        self._is_refused = False
 
     def close(self) -> None:
-        """Close the file."""
+        """Close the file; lines that the disk still does not take are counted in a warning."""
+        try:
+            self._write()
+        except OSError as error:
+            lost = many(self._waiting.count(b"\n"), "line")
+            log.warning("  the last %s of %s cannot be written: %s", lost, self._path, error.strerror)
+            self._waiting = b""
         with suppress(OSError):
             self._file.close()
 

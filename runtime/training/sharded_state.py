@@ -34,9 +34,10 @@ from torch.distributed.tensor import DTensor
 from wangen.generator.files import write_text
 from wangen.runtime.communication import all_there
 from wangen.runtime.training import checkpoint
-from wangen.runtime.training.checkpoint import IN_PARTS, ExpertState, TrainingState
+from wangen.runtime.training.checkpoint import ExpertState, TrainingState
 from wangen.runtime.training.ranks import TIMEOUT, Ranks, missing_after
 from wangen.runtime.training.sharded import ShardedWeights
+from wangen.runtime.training.state_manifest import IN_PARTS, not_readable
 
 _KNOWN = {
     "torch": ("Size",),
@@ -166,7 +167,7 @@ def read(state: ExpertState, expert: str, weights: ShardedWeights | None) -> Exp
         weights: those that it goes into, however many processes wrote it; None for whole ones.
 
     Raises:
-        WangenError: it is damaged.
+        WangenError: it is damaged, or cannot be read.
     """
     assert state.in_parts
     reader = _Reader(state.in_parts)
@@ -182,6 +183,8 @@ def read(state: ExpertState, expert: str, weights: ShardedWeights | None) -> Exp
             load(targets, storage_reader=reader, no_dist=True)
     except (OSError, CheckpointException, *_NO_INDEX) as error:
         cause = error.failures[0][0] if isinstance(error, CheckpointException) else error
+        if isinstance(cause, OSError) and not isinstance(cause, FileNotFoundError):
+            raise not_readable(Path(cause.filename or state.in_parts), cause) from None
         reason = re.split(r"\. |\n", str(cause))[0]
         raise checkpoint.damaged(state.in_parts.parent, reason) from None
     parts: dict[str, dict[str, torch.Tensor]] = {"adapter": {}, "optimizer": {}, "ema": {}}

@@ -109,16 +109,12 @@ def open_trackers(options: Train, step: int) -> Iterator[Trackers]:
         options: `--log_with`, `--logging_dir`, `--log_tracker_name`, `--wandb_run_name`.
         step: of the run, where it begins.
     """
-    trackers: dict[str, Any] = {}
     names = [name for name in dict.fromkeys(options.log_with) if name != "none"]
     if names:
         _tell_accelerate()
-    for name in names:
-        started = _carefully(name, partial(_START[name], options, step), lambda _name: None)
-        if started is not None:
-            trackers[name] = started
-    logs = Trackers(trackers)
     with _tensorboard_s_thread():
+        started = {name: _carefully(name, partial(_START[name], options, step), lambda _name: None) for name in names}
+        logs = Trackers({name: tracker for name, tracker in started.items() if tracker is not None})
         try:
             yield logs
         finally:

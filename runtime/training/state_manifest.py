@@ -1,0 +1,86 @@
+"""What a training state on disk says of itself, read from its manifest.
+
+A state folder is complete when its manifest is there and every file it lists has its size. That a disk does not answer
+is another thing than that there is no state: then nothing may begin at step 0, and nothing be removed.
+"""
+
+import json
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, TypeVar
+
+from wangen.generator.errors import WangenError, read_cure
+
+MANIFEST = "state.json"
+FORMAT = "wangen-state-2"
+IN_PARTS = "parts"
+"""The folder of a state that several processes wrote, each its parts (`wangen.runtime.training.sharded_state`)."""
+
+_PARTS = ("adapter", "optimizer", "ema")
+_NOT_THERE = FileNotFoundError, NotADirectoryError
+
+T = TypeVar("T")
+
+
+def files_of(expert: str) -> dict[str, str]:
+    """The names of the files of an expert's parts."""
+    return {part: f"{part}_{expert}.safetensors" if expert else f"{part}.safetensors" for part in _PARTS}
+
+
+def read_manifest(path: Path) -> dict[str, Any] | None:
+    """What a state says of itself; None of what is none.
+
+    Raises:
+        WangenError: it cannot be read.
+    """
+    with suppress(ValueError, RecursionError, LookupError, TypeError, AttributeError):
+        manifest = json.loads(content_of(path / MANIFEST).decode())
+        whole = all(_asked(path / name, _size, None) == size for name, size in manifest["files"].items())
+        if manifest.setdefault("in_parts", False):
+            parts = {f"{IN_PARTS}/.metadata"}
+        else:
+            parts = {file for name in manifest["experts"] for file in files_of(name).values()}
+        manifest.setdefault("checksums", {})
+        told = all(isinstance(manifest[name], dict) for name in ("experts", "fingerprint", "facts", "checksums"))
+        numbers = all(set(expert) == {"step", "numbers", "ema_updates"} for expert in manifest["experts"].values())
+        if manifest["format"] == FORMAT and whole and told and numbers and parts <= set(manifest["files"]):
+            return dict(manifest) if isinstance(manifest["step"], int) else None
+    return None
+
+
+def is_to_be_kept(path: Path) -> bool:
+    """Whether a state was saved to be kept, or may have been as far as can be read."""
+    try:
+        return bool((read_manifest(path) or {}).get("keep"))
+    except WangenError:
+        return True
+
+
+def content_of(path: Path) -> bytes:
+    """A file of a state; empty where there is none.
+
+    Raises:
+        WangenError: it cannot be read.
+    """
+    return _asked(path, Path.read_bytes, b"")
+
+
+def not_readable(path: Path, error: OSError) -> WangenError:
+    """What to say of a state that belongs to somebody else, or of which the disk does not answer now."""
+    return WangenError(f"the training state cannot be read: {error.strerror}", where=str(path),
+                       cure=f"{read_cure(error)}, then run the same line again")  # fmt: skip
+
+
+def _asked(path: Path, question: Callable[[Path], T], otherwise: T) -> T:
+    """What the system says of a file; `otherwise` where there is none."""
+    try:
+        return question(path)
+    except _NOT_THERE:
+        return otherwise
+    except OSError as error:
+        raise not_readable(path, error) from None
+
+
+def _size(path: Path) -> int:
+    return path.stat().st_size
