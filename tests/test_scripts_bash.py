@@ -209,6 +209,38 @@ def test_a_script_to_which_nobody_listens_makes_all_its_steps(site, closed):
     assert [call["argv"] for call in site.calls] == [step.argv() for step in steps()]
 
 
+@pytest.mark.parametrize(("code", "signal_name"), [("143", "SIGTERM"), ("129", "SIGHUP"), ("130", "SIGINT")])
+def test_a_step_that_somebody_stopped_is_nothing_to_mend(site, code, signal_name):
+    done = site.run(RECORDER_FAIL="train", RECORDER_CODE=code)
+    assert done.returncode == int(code) == 128 + getattr(signal, signal_name)
+    assert f"step train was stopped (exit code {code}). Run this script again to go on" in done.stderr
+    assert "Mend it" not in done.stderr
+
+
+STOPPED = "wangen: stopped. Nothing saved is lost: run this script again to go on.\n"
+
+YOUNG_STEP = """
+import sys, time
+if "-c" not in sys.argv:
+    print("young", flush=True)
+    time.sleep(60)
+"""
+
+
+@pytest.mark.parametrize("name", ["SIGINT", "SIGTERM", "SIGHUP"])
+def test_a_script_that_is_stopped_while_its_step_cannot_speak_yet_says_so(site, name):
+    (site.folder / "venv/bin/python").write_text(f"#!{sys.executable} -IS\n{YOUNG_STEP}")
+    pipe = subprocess.PIPE
+    with subprocess.Popen(["bash", site.script], stdout=pipe, stderr=pipe, text=True, start_new_session=True) as run:
+        assert run.stdout
+        assert run.stdout.readline().startswith("wangen: step 1 of")
+        assert run.stdout.readline() == "young\n"
+        (os.killpg if name == "SIGINT" else os.kill)(run.pid, getattr(signal, name))
+        errors = run.communicate(timeout=30)[1]
+    assert run.returncode == 1
+    assert errors.endswith(STOPPED)
+
+
 SLOW_STEP = """
 import os, signal, sys, time
 def told(number, frame):
@@ -240,5 +272,5 @@ def test_a_stopped_script_waits_for_its_step_to_save(site, name, saves_s):
         assert run.stdout.readline() == "heard a word\n"
         (os.killpg if name == "SIGINT" else os.kill)(run.pid, getattr(signal, name))
         out, errors = run.communicate(timeout=30)
-    assert (run.returncode, errors) == (1, "")
+    assert (run.returncode, errors) == (1, STOPPED), "what the step says may be lost, as where it has just begun"
     assert out == f"told {'SIGTERM' if name == 'SIGHUP' else name}\n", "and no second step"

@@ -4,7 +4,6 @@ import logging
 import os
 import re
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -21,8 +20,6 @@ import torch
 from runs import planned
 from test_together import alone, losses, run, started, torchrun
 from tiny import TinyRun
-from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
-from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import LaunchConfig
 
 from wangen.generator.errors import WRONG_USAGE, UsageError, WangenError
@@ -225,36 +222,6 @@ def test_a_launcher_says_which_job_it_is_and_how_often_it_was_started():
     told = {"WORLD_SIZE": "2", "RANK": "1", "LOCAL_RANK": "1", "TORCHELASTIC_RUN_ID": "7",
             "TORCHELASTIC_RESTART_COUNT": "2", "SLURM_JOB_ID": "5", "SLURM_RESTART_COUNT": "1"}  # fmt: skip
     assert launch(told, "linux") == Launch(1, 2, 1, 2, job="7", restarts=2, slurm_job="5", requeues=1)
-
-
-COUNTED = "import sys; open(sys.argv[1], 'a').write('started\\n'); sys.exit(int(sys.argv[2]))"
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("code", "starts"), [(WRONG_USAGE, 1), (1, 3), (0, 1)])
-def test_a_wrong_line_is_not_started_again(tmp_path: Path, code: int, starts: int):
-    seen = tmp_path / "seen"
-    with pytest.raises(ChildFailedError) if code else nullcontext() as failed:
-        launcher.start(config(tmp_path, max_restarts=2), "-c", COUNTED, str(seen), str(code))
-    if failed:
-        said = launcher._failed(failed.value, 1, tmp_path, "run it again")
-        assert said.cure == ("correct the line, as its words say" if code == WRONG_USAGE else "run it again")
-    assert seen.read_text().splitlines() == ["started"] * starts
-
-
-@pytest.mark.slow
-def test_processes_of_one_machine_need_no_name_for_it(tmp_path: Path, monkeypatch):
-    """In a container its name may lead nowhere."""
-    monkeypatch.setattr(socket, "getfqdn", lambda *_: "nowhere.invalid")
-    launcher.start(config(tmp_path), "-c", COUNTED, str(tmp_path / "seen"), "0")
-    assert (tmp_path / "seen").exists()
-
-
-def config(folder: Path, max_restarts: int = 0) -> LaunchConfig:
-    return LaunchConfig(
-        min_nodes=1, max_nodes=1, nproc_per_node=1, rdzv_backend="c10d", max_restarts=max_restarts,
-        monitor_interval=0.1, logs_specs=DefaultLogsSpecs(str(folder)), **launcher.meeting_here(),
-    )  # fmt: skip
 
 
 # ---- whole runs --------------------------------------------------------------------------------------------------

@@ -17,7 +17,7 @@ import torch
 from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException, Std
-from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 from torch.distributed.elastic.rendezvous import RendezvousError
 from torch.distributed.launcher import api
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
@@ -36,6 +36,8 @@ log = logging.getLogger("wangen")
 AUTO = "auto"
 MASTER = "WANGEN_MASTER_ADDR"
 """The environment variable that says where the first machine is reached, if not by the name that Slurm has for it."""
+KILL = 9
+"""The number of the signal that leaves a process no time for a word; Windows has no name for it."""
 STOP_S = 300
 """So long all have after Ctrl-C to end a step, a validation or samples, and to save; a second Ctrl-C waits for none.
 
@@ -62,10 +64,9 @@ def train_together(options: Train) -> Report:
     try:
         _run(own, number, folder, min_nodes=num_nodes, max_nodes=num_nodes, max_restarts=restarts, **meeting)
     except ChildFailedError as error:
-        cure = "its log says why; the next start goes on from the last saved state"
-        if not restarts:
-            cure += ", and with --max_restarts it does so by itself"
-        raise _failed(error, number * num_nodes, folder, cure) from None
+        cure = "the next start goes on from the last saved state, if there is one"
+        more = f"; {many(restarts, 'restart')} did not help" if restarts else ", with --max_restarts by itself"
+        raise _failed(error, number * num_nodes, folder, cure + more) from None
     except (RendezvousError, torch.distributed.DistNetworkError) as error:
         raise WangenError(f"the {many(num_nodes, 'machine')} did not find each other, or lost each other: {error}",
                           where=meeting["rdzv_endpoint"], cure=f"set {MASTER} to a name or address of the first "
@@ -97,7 +98,7 @@ def encode_together(options: CacheStep) -> None:
     try:
         _run(part, number, folder, min_nodes=1, max_nodes=1, max_restarts=0, **meeting_here())
     except ChildFailedError as error:
-        cure = "its log says why; the next start encodes what is missing"
+        cure = "the next start encodes what is missing"
         raise _failed(error, number, folder, cure) from None
 
 
@@ -127,12 +128,19 @@ def _run(step: Train | CacheStep, number: int, folder: Path, **how: Any) -> None
 
 
 class _Agent(LocalElasticAgent):
-    """torch's, but a line that is wrong is not tried again: it would be as wrong the next time."""
+    """torch's, but it says when it starts the processes again, and a line that is wrong is not tried again: it would be
+    as wrong the next time.
+    """
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
         result: RunResult = super()._monitor_workers(worker_group)
         if any(failure.exitcode == WRONG_USAGE for failure in result.failures.values()):
             self._remaining_restarts = 0
+        elif result.failures and self._remaining_restarts:
+            rank, failure = min(result.failures.items(), key=lambda found: found[1].timestamp)
+            most = worker_group.spec.max_restarts
+            log.warning("  process %d %s: all begin again from the last saved state (restart %d of %d)", rank,
+                        _end_of(failure), most - self._remaining_restarts + 1, most)  # fmt: skip
         return result
 
 
@@ -203,15 +211,18 @@ def num_processes(options: Train | CacheStep) -> int:
 def _failed(error: ChildFailedError, number: int, folder: Path, cure: str) -> WangenError:
     """The failure that came first, in words."""
     rank, failure = error.get_first_failure()
-    how = (
-        f"was ended by {failure.signal_name()}" if failure.exitcode < 0 else f"ended with exit code {failure.exitcode}"
-    )
+    why = "Linux does that when memory runs out" if failure.exitcode == -KILL else "its log says why"
     files = sorted(folder.glob(f"*/attempt_*/{failure.local_rank}/stderr.log"), key=lambda path: path.stat().st_mtime)
     if files and failure.local_rank:  # the first is on the terminal already
         log.error("%s", last_words(files[-1]))
     return WangenError(
-        f"process {rank} of {number} {how}",
+        f"process {rank} of {number} {_end_of(failure)}",
         where=str(files[-1] if files else folder),
-        cure="correct the line, as its words say" if failure.exitcode == WRONG_USAGE else cure,
+        cure="correct the line, as its words say" if failure.exitcode == WRONG_USAGE else f"{why}; {cure}",
         exit_code=max(1, failure.exitcode),
     )
+
+
+def _end_of(failure: ProcessFailure) -> str:
+    by_signal = failure.exitcode < 0
+    return f"was ended by {failure.signal_name()}" if by_signal else f"ended with exit code {failure.exitcode}"

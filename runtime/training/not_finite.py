@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from wangen.generator.errors import WangenError
+from wangen.generator.errors import WRONG_USAGE, WangenError
 from wangen.runtime.training import checkpoint
 from wangen.runtime.training.run import Run
 
@@ -34,7 +34,8 @@ def refuse_not_finite(record: Mapping[str, Any], run: Run) -> None:
     first = ", and at --dit, which may be damaged" if record["step"] == 1 else ""
     exact = "" if run.plan.options.mixed_precision == "no" else " or use --mixed_precision no"
     raise WangenError(f"the {what} is not finite at step {record['step']}, on {named}; {last}",
-                      cure=f"look at these items{first}; lower --learning_rate{exact}{again}")  # fmt: skip
+                      cure=f"look at these items{first}; lower --learning_rate{exact}{again}",
+                      exit_code=_exit_code(run))  # fmt: skip
 
 
 def require_finite_weights(run: Run) -> None:
@@ -55,7 +56,13 @@ def require_finite_weights(run: Run) -> None:
     if run.ranks.any(broken) if run.is_sharded else broken:  # what is not in parts is the same in all
         last, again = _last_good(run)
         raise WangenError(f"the weights are not finite after step {run.step}, and are not saved; {last}",
-                          cure=f"lower --learning_rate, or take other --optimizer_args{again}")  # fmt: skip
+                          cure=f"lower --learning_rate, or take other --optimizer_args{again}",
+                          exit_code=_exit_code(run))  # fmt: skip
+
+
+def _exit_code(run: Run) -> int:
+    """Of several processes one with which no launcher starts them again: the same steps would come to the same."""
+    return WRONG_USAGE if run.ranks.count > 1 else 1
 
 
 def _last_good(run: Run) -> tuple[str, str]:

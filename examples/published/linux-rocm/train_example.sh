@@ -11,7 +11,7 @@
 # You may change the values of the knobs below: publishing again keeps them. Any other edit makes publishing
 # leave this file as it is and write the new text beside it as train_example.sh.new.
 #
-# wangen-digest: b6d366d2c3fe46a7b53fe929935398e8
+# wangen-digest: a9f73e5ebf03208496696d17296fab61
 # Typographic quotes in a path or prompt are no typing errors.
 # shellcheck disable=SC1112
 # An editor for Windows may have put a carriage return behind every line: behind the first of these two, and hidden
@@ -103,9 +103,13 @@ wg_step() { # COMMAND…: runs it, in the background as else bash hears of a sig
 }
 
 wg_failed() {
-  [ -z "$WG_STOPPED" ] || exit 1 # what wait gives after a signal may be that signal, not how the step ended
+  # What wait gives after a signal may be that signal, not how the step ended, which may have been too young for a word.
+  [ -z "$WG_STOPPED" ] || wg_ended
   [ "$2" != 137 ] || wg_stop 137 "wangen: step $1 was killed (exit code 137), as Linux does when memory runs out." \
     '  do:    free memory, or change what the step needs, and run this script again: nothing saved is lost'
+  case $2 in
+    129 | 130 | 143) wg_stop "$2" "wangen: step $1 was stopped (exit code $2). Run this script again to go on: nothing saved is lost." ;;
+  esac
   wg_stop "$2" "wangen: step $1 failed (exit code $2); its message stands above. Mend it and run this script again."
 }
 

@@ -10,7 +10,7 @@
 # You may change the values of the knobs below: publishing again keeps them. Any other edit makes publishing
 # leave this file as it is and write the new text beside it as cache_example.sh.new.
 #
-# wangen-digest: 1727f41c248b7b6eb6ed7d8a619315da
+# wangen-digest: ba530940ef4f2ee43a26999d4d3d654d
 # Typographic quotes in a path or prompt are no typing errors.
 # shellcheck disable=SC1112
 # An editor for Windows may have put a carriage return behind every line: behind the first of these two, and hidden
@@ -72,9 +72,13 @@ wg_step() { # COMMAND…: runs it, in the background as else bash hears of a sig
 }
 
 wg_failed() {
-  [ -z "$WG_STOPPED" ] || exit 1 # what wait gives after a signal may be that signal, not how the step ended
+  # What wait gives after a signal may be that signal, not how the step ended, which may have been too young for a word.
+  [ -z "$WG_STOPPED" ] || wg_ended
   [ "$2" != 137 ] || wg_stop 137 "wangen: step $1 was killed (exit code 137), as Linux does when memory runs out." \
     '  do:    free memory, or change what the step needs, and run this script again: nothing saved is lost'
+  case $2 in
+    129 | 130 | 143) wg_stop "$2" "wangen: step $1 was stopped (exit code $2). Run this script again to go on: nothing saved is lost." ;;
+  esac
   wg_stop "$2" "wangen: step $1 failed (exit code $2); its message stands above. Mend it and run this script again."
 }
 
