@@ -16,14 +16,13 @@ from wangen import profiles
 from wangen.generator import scripts
 from wangen.generator.bundle import script_names
 from wangen.generator.check import examine, without_idle
-from wangen.generator.dataset_settings import DatasetSettings
 from wangen.generator.errors import WangenError
 from wangen.generator.experts import flag_words
 from wangen.generator.interpreter import candidates, faults, installed, wanted_libraries
+from wangen.generator.originals import changes, source_of
 from wangen.generator.prepare_steps import Preprocess
-from wangen.generator.publish.command import origin_of
-from wangen.generator.publish.plan import BundlePlan, Plan, make_plan, memo_path
-from wangen.generator.publish.source import Source, read_source
+from wangen.generator.publish.plan import BundlePlan, Plan, make_plan
+from wangen.generator.publish.source import Source
 from wangen.generator.publish.texts import Text, toml_file
 from wangen.generator.quoting import QUOTES
 from wangen.generator.seen import seen_entry, seen_step
@@ -82,7 +81,7 @@ def look(workspace: Workspace, target: Target, slug: str) -> Iterator[Line]:
         WangenError: the workspace's settings are wrong, or a published file cannot be read.
     """
     settings = workspace.dataset(slug)
-    source = _source(workspace, slug, settings)
+    source = source_of(workspace, slug, settings)
     lines, plan = _plan(workspace, target, slug, source)
     yield from lines
     (bundle,) = plan.bundles
@@ -111,17 +110,6 @@ def look(workspace: Workspace, target: Target, slug: str) -> Iterator[Line]:
         trainings = [step for script in found for step in script.steps if isinstance(step, Train)]
         options = without_idle(checks[0], [step for script in found for step in script.steps])
         yield from _files(target, options, trainings[:1], uncut=bool(cuts))
-
-
-def _source(workspace: Workspace, slug: str, settings: DatasetSettings) -> Source | None:
-    """What would be published now; None when the dataset is not on this machine."""
-    if settings.footage:
-        return None
-    try:
-        origin = origin_of(workspace, slug)
-        return read_source(origin, workspace.profile(settings.model), memo=memo_path(workspace, slug), keep_memo=False)
-    except WangenError:
-        return None
 
 
 def _plan(workspace: Workspace, target: Target, slug: str, source: Source | None) -> tuple[list[Line], Plan]:
@@ -221,12 +209,8 @@ def _media(bundle: BundlePlan, source: Source | None, slug: str) -> Iterator[Lin
     if source is None:
         yield Line("note", "the dataset is not on this machine, so that what is published is not compared with it")
         return
-    lost = sum(name in folder.known.files for folder in bundle.folders for name in folder.new)
-    counts = bundle.counts | {"new": bundle.counts["new"] - lost, "same": 0}
-    counts = {what: number for what, number in counts.items() if number}
-    if counts:
-        said = ", ".join(f"{number} {what}" for what, number in counts.items())
-        yield Line("note", f"the dataset has changed since ({said}); publish again: wangen publish {slug}")
+    if found := changes(bundle, slug):
+        yield Line("note", found)
     kept = [name for folder in bundle.folders for name in folder.kept]
     if kept:
         yield Line("note", f"changed in the bundle, so that publishing leaves them: {', '.join(kept[:5])}"

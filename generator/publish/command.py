@@ -364,4 +364,4 @@ def _say_links(folders: Iterable[FolderPlan]) -> None:
         for folder in folders
         for name in folder.new
     ):
-        click.echo("  media are links to the originals: edit the originals, then publish again")
+        click.echo("  media are links to the originals, captions copies: edit the originals, then publish again")
