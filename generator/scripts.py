@@ -7,6 +7,7 @@ is seen by a digest in the script's head, and then the script stays and the new 
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import NamedTuple
 
 from wangen.generator import quoting, slurm
@@ -178,18 +179,45 @@ def merge(old: bytes, bundle: Bundle, shell: str, name: str) -> tuple[bytes, boo
     """The script made anew with the values that the user changed in `old`, and whether `old` has to stay.
 
     A value is the user's when it differs from the one published in `old`, so a new default reaches every script
-    whose user did not touch that knob. `old` has to stay when it was edited elsewhere, or when a knob that the user
-    changed does not exist any more and not every step that has such a flag has its value now.
+    whose user did not touch that knob. It goes with the flag of the step: a knob has another name once a second step
+    has that flag. `old` has to stay when it was edited elsewhere, or when a knob that the user changed does not exist
+    any more and not every step that has such a flag has its value now.
     """
-    known = {knob.name for knob in _knobs(bundle, shell)[0]}
+    knobs, variables = _knobs(bundle, shell)
     try:
         changed = {knob: value for knob, (value, _) in changed_knobs(old).items()}
+        before = _variables(old, shell) if variables else {}
     except WangenError:
-        changed = {}
-    kept = {knob: value for knob, value in changed.items() if knob in known}
-    lost = any(_values(bundle, knob) != {value} for knob, value in changed.items() if knob not in known)
+        changed, before = {}, {}
+    kept = {knob.name: changed[knob.name] for knob in knobs if knob.name in changed}
+    gone, carried = changed.keys() - kept.keys(), set[str]()
+    for knob in knobs:
+        earlier = {before[use] for use, variable in variables.items() if variable == knob.name and use in before}
+        if earlier & gone and len(values := {changed.get(variable) for variable in earlier}) == 1:
+            kept[knob.name] = str(values.pop())
+            carried |= earlier
+    lost = any(_values(bundle, knob) != {changed[knob]} for knob in gone - carried)
     made, stays = render(bundle, shell, name, kept), not untouched(old) or lost
     return made if stays else with_remarks(made, old), stays
+
+
+def _variables(data: bytes, shell: str) -> dict[tuple[str, str], str]:
+    """The variable of each `(command, flag)` of a script.
+
+    Raises:
+        WangenError: a line cannot be read.
+    """
+    text = decode(data)
+    marks = {f"\0{knob}": knob for knob in read_knobs(data)}  # which no word of a script holds
+    found = {}
+    for command, *words in quoting.commands(text, shell, {knob: mark for mark, knob in marks.items()}):
+        for before, word in pairwise(["", *words]):
+            flag, equals, value = word.partition("=")
+            if word in marks:
+                found[command, before.removeprefix("--")] = marks[word]
+            elif equals and value in marks:
+                found[command, flag.removeprefix("--")] = marks[value]
+    return found
 
 
 def _values(bundle: Bundle, knob: str) -> set[str]:

@@ -93,10 +93,11 @@ def test_a_shared_knob_that_was_turned_is_not_lost_where_it_becomes_two(tmp_path
     turned = re.sub(rb"(NUM_WORKERS=)'\d+'", rb"\1'8'", script.read_bytes())
     script.write_bytes(turned)
     made(tmp_path, "[steps.cache_latents]\nnum_workers = 8\n")
-    assert script.read_bytes() == turned
-    assert {"NUM_WORKERS_CACHE_LATENTS", "NUM_WORKERS_CACHE_TEXT"} <= scripts.read_knobs(
-        script.with_name("train_x.sh.new").read_bytes()
-    ).keys()
+    found = scripts.read_knobs(script.read_bytes())
+    assert {name: value for name, value in found.items() if name.startswith("NUM_WORKERS")} == {
+        "NUM_WORKERS_CACHE_LATENTS": "8", "NUM_WORKERS_CACHE_TEXT": "8",
+    }  # fmt: skip
+    assert not script.with_name("train_x.sh.new").exists()
 
 
 def test_a_script_that_lacks_the_weights_of_an_expert_it_trains_is_refused_by_flags_alone(tmp_path):

@@ -3,10 +3,10 @@
 from dataclasses import replace
 
 import pytest
-from shells.bundles import bundle, put, steps
+from shells.bundles import bundle, prompts, put, steps
 
 from wangen.generator.publish.texts import script_text
-from wangen.generator.scripts import invalid_knobs, merge, parsed_steps, read_knobs, render, untouched
+from wangen.generator.scripts import invalid_knobs, merge, parsed_steps, read_knobs, read_steps, render, untouched
 
 SHELLS = ("sh", "bat", "ps1")
 EDITS = {"sh": ("SEED='42'", "SEED=7  # mine"), "bat": ('set "SEED=42"', "set SEED=7"), "ps1": ("'42'", "7")}
@@ -131,6 +131,35 @@ def test_a_changed_knob_that_is_gone_keeps_the_old_script(tmp_path):
     fewer = bundle("sh", steps()[:3])
     assert merge(path.read_bytes(), fewer, "sh", "cache")[1]
     assert publish(path, fewer, "sh", "cache") == "kept"
+
+
+@pytest.mark.parametrize("shell", SHELLS)
+def test_a_knob_that_gets_another_name_keeps_its_value(shell, tmp_path):
+    """BLOCKS_TO_SWAP is that of training alone no more when a step that generates comes, and is again when it goes."""
+    path = tmp_path / f"train_red_house.{shell}"
+    alone = steps(blocks_to_swap=0)
+    with_more = (*alone, *prompts("a house"))
+    publish(path, bundle(shell, alone), shell, "train")
+    ours = {"sh": "SWAP='0'", "bat": "SWAP=0", "ps1": "SWAP = '0'"}[shell]
+    edit(path, ours, ours.replace("0", "20"))
+    for made, name in ((with_more, "BLOCKS_TO_SWAP_TRAIN"), (alone, "BLOCKS_TO_SWAP")):
+        assert publish(path, bundle(shell, made), shell, "train") == "changed"
+        assert read_knobs(path.read_bytes())[name] == "20"
+        swapped = {words[0]: "--blocks_to_swap 20" in " ".join(words) for words in read_steps(path.read_bytes(), shell)}
+        assert [step for step, is_swapped in swapped.items() if is_swapped] == ["train"]
+    assert not path.with_name(path.name + ".new").exists()
+
+
+def test_knobs_that_become_one_and_differ_keep_the_old_script(tmp_path):
+    path = tmp_path / "train_red_house.sh"
+    check, latents, text, judge, train = steps()
+    apart = (check, latents, replace(text, num_workers=2), judge, train)
+    publish(path, bundle("sh", apart), "sh", "train")
+    edit(path, "NUM_WORKERS_CACHE_TEXT='2'", "NUM_WORKERS_CACHE_TEXT='7'")
+    assert merge(path.read_bytes(), bundle("sh", steps()), "sh", "train")[1]
+    edit(path, "NUM_WORKERS_CACHE_LATENTS='4'", "NUM_WORKERS_CACHE_LATENTS='7'")
+    made, stays = merge(path.read_bytes(), bundle("sh", steps()), "sh", "train")
+    assert (stays, read_knobs(made)["NUM_WORKERS"]) == (False, "7")
 
 
 @pytest.mark.parametrize("shell", SHELLS)
