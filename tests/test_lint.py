@@ -243,6 +243,16 @@ def test_what_is_no_script_is_refused(tmp_path, capsys):
     assert "give a .bat, .ps1 or .sh" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("shell", ["bat", "ps1", "sh"])
+def test_scripts_for_qwen_image_are_shown_the_way(tmp_path, capsys, shell):
+    script = tmp_path / f"a.{shell}"
+    script.write_text("python src/musubi_tuner/qwen_image_train_network.py --dit d --model_version edit-2509\n")
+    assert main(["lint", str(script)]) == 2
+    said = capsys.readouterr().err
+    assert "qwen_image_train_network works for Qwen-Image" in said
+    assert 'say model = "qwen-image-edit-plus" (2509, 2511)' in said
+
+
 CIRCULATED = [
     (3, "cwd"), (4, "call"), (8, "unchecked"), (8, "unknown-flag"), (8, "i2v"), (9, "undefined"), (9, "unquoted"),
     (9, "unchecked"),

@@ -175,7 +175,7 @@ def test_steps_that_name_different_files(site, capsys):
     change(script(site), b"VAE_DTYPE='float16'", b"VAE_DTYPE='float32'")
     shown = check(capsys, 1, "--platform", HERE)
     assert "the steps do not agree on --vae_dtype: float32 in train_red_house.sh" in shown
-    assert "float16 in cache_red_house.sh" in shown
+    assert "float16 in cache_red_house.sh cache_latents; give all of them one value, in both scripts" in shown
 
 
 def test_an_environment_that_is_not_there(site, capsys, monkeypatch):

@@ -16,7 +16,7 @@ from wangen.generator.errors import UsageError, WangenError, bytes_text, many
 from wangen.generator.files import named, read_file
 from wangen.generator.lint import bat, exits, experts, flags, order, own, ps1, sh, shell, toml, tools, writing
 from wangen.generator.lint.kinds import Finding
-from wangen.generator.lint.script import HERE, MORE, UNKNOWN, Call, Script, Shell, find_calls
+from wangen.generator.lint.script import HERE, MORE, UNKNOWN, Call, Script, Shell, base_name, find_calls
 from wangen.generator.tomls import load
 
 if TYPE_CHECKING:
@@ -37,6 +37,12 @@ RULES: tuple[Rule, ...] = (
 _READERS = {"bat": bat.read, "ps1": ps1.read, "sh": sh.read}
 _SHELLS: dict[str, Shell] = {".bat": "bat", ".cmd": "bat", ".ps1": "ps1", ".sh": "sh", ".bash": "sh", ".sbatch": "sh"}
 _WIDTH = 100
+
+_QWEN = "qwen_image_"
+_FOR_QWEN = (
+    'say model = "qwen-image-edit-plus" (2509, 2511), "qwen-image-edit" or "qwen-image" in wangen.toml and publish the '
+    "dataset; docs/qwen-image.md says which flag becomes which"
+)
 
 MAX_BYTES = 50_000
 """Scripts that people write have a few thousand; reading takes the shells' time per character, and more."""
@@ -112,6 +118,10 @@ def lint(script: Script) -> list[Finding]:
             if script.foreign
             else ""
         )
+        names = (base_name(word.text) for command in script.commands for word in command.words)
+        if name := next((name for name in names if name.startswith(_QWEN)), ""):
+            raise UsageError(f"{name} works for Qwen-Image, and scripts for Wan are what is read here",
+                             where=str(script.path), cure=_FOR_QWEN)  # fmt: skip
         raise UsageError(f"nothing in this script calls musubi-tuner's Wan scripts or a step of wangen{seen}",
                          where=str(script.path), cure="give the script that caches or trains")  # fmt: skip
     found = [_readable(finding) for rule in RULES for finding in rule(script)]
