@@ -4,8 +4,10 @@ What could only fail after the whole training is refused when the script is made
 """
 
 from collections.abc import Iterable, Mapping
+from math import prod
 from typing import Any
 
+from wangen import profiles
 from wangen.generator.adapter_settings import settings_of_flags
 from wangen.generator.commands import build
 from wangen.generator.errors import WangenError, many
@@ -118,6 +120,23 @@ def _loras(
             raise _refused(Generate, f"{multiplier} is for the run's LoRA and its {many(len(base), 'LoRA')} of "
                            "base_weights", f"give {len(strengths)} numbers, in that order")  # fmt: skip
         found |= {multiplier: strengths} if base else {}
+    return found
+
+
+def as_trained(model: Model, sizes: Iterable[tuple[int, int]]) -> dict[str, Any]:
+    """Size and length of videos as they are trained, where the workspace says that; an edit is as large as its picture.
+
+    Args:
+        model: with the workspace's number of frames.
+        sizes: that it is trained at, as (width, height) in pixels; the largest is taken.
+    """
+    usual, largest = profiles.model(model.name), max(sizes, key=prod)
+    found: dict[str, Any] = {}
+    if largest != usual.resolution and model.condition != "controls":
+        width, height = (max(side - side % model.bucket_step, model.bucket_step) for side in largest)
+        found["video_size"] = height, width
+    if model.num_frames != usual.num_frames:
+        found["video_length"] = model.num_frames
     return found
 
 

@@ -15,7 +15,7 @@ from typing import Any
 
 from wangen import profiles
 from wangen.generator import slurm
-from wangen.generator.after_training import after_training, read_later, training_of
+from wangen.generator.after_training import after_training, as_trained, read_later, training_of
 from wangen.generator.commands import build, on_top
 from wangen.generator.dataset import name_fault
 from wangen.generator.errors import UsageError
@@ -333,6 +333,8 @@ def _step(kind: type[Step], workspace: Workspace, target: Target, model: Model, 
         told = told_of_training(workspace, target, model)
         held = {**_memory(model, told, paths), **told}
         values |= after_training(kind, workspace.steps[kind.command], held, model, paths, target)
+        form = as_trained(model, workspace.dataset(paths["output_name"]).sizes(model))
+        layers = (layers[0], {kind.command: form}, *layers[1:])  # it is the model's own that it takes the place of
     if kind is Train:
         told = told_of_training(workspace, target, model)
         values = {name: value for name, value in values.items() if name not in unread(told)}
@@ -357,6 +359,7 @@ def _step(kind: type[Step], workspace: Workspace, target: Target, model: Model, 
 
 
 def _layers(workspace: Workspace, target: Target, model: Model) -> tuple[Mapping[str, Mapping[str, Any]], ...]:
+    """What says something of steps, by step and flag; the model's own first, what later ones say wins."""
     return model.defaults, target.platform.overrides, workspace.steps
 
 

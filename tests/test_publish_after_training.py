@@ -214,3 +214,38 @@ def test_an_evaluation_without_anything_held_out_is_refused_before_anything_is_w
     (tmp_path / "wangen.toml").write_text(HEAD + "[steps.evaluate]\nnum_vdeos = 0\n", encoding="utf-8")
     assert main(["publish", "x", "--workspace", str(tmp_path)]) == 2
     assert "num_videos" in capsys.readouterr().err
+
+
+OWN_SIZE = "resolution = [512, 384]\n[steps.generate]\nprompt = 'a'\nvideo_size = [256, 128]\nvideo_length = 5\n"
+
+
+@pytest.mark.parametrize(
+    ("said", "size", "length"),
+    [
+        ("", (480, 832), None),
+        ("resolution = [512, 384]\nnum_frames = 17\n", (384, 512), 17),
+        ("resolution = [1000, 562]\n", (560, 992), None),
+        ("resolution = [256, 256]\n[dataset.x]\nresolutions = ['320x192', '512x384', '64']\n", (384, 512), None),
+        (OWN_SIZE, (256, 128), 5),
+    ],
+)
+def test_videos_are_made_as_they_are_trained(tmp_path, said, size, length):
+    asked = said if "steps.generate" in said else f"{said}[steps.generate]\nprompt = 'a'\n"
+    for steps in spoken(made(tmp_path, asked)).values():
+        (generate,) = [step for step in steps if isinstance(step, Generate)]
+        assert (generate.video_size, generate.video_length) == (size, length)
+
+
+def test_the_videos_of_an_evaluation_are_as_those_that_are_trained(tmp_path):
+    text = "resolution = [512, 384]\n[steps.train]\nvalidation_items = 4\n[steps.evaluate]\nnum_videos = 1\n"
+    for steps in spoken(made(tmp_path, text)).values():
+        (evaluate,) = [step for step in steps if isinstance(step, Evaluate)]
+        assert evaluate.video_size == (384, 512)
+
+
+def test_a_picture_is_edited_at_its_own_size(tmp_path):
+    asked = '[steps.generate]\nprompt = "a"\ncontrol_image_path = ["/a.png"]\n'
+    place = made(tmp_path, f'model = "qwen-image-edit"\nresolution = [512, 512]\n{asked}')
+    for steps in spoken(place).values():
+        (generate,) = [step for step in steps if isinstance(step, Generate)]
+        assert generate.video_size is None
