@@ -280,6 +280,18 @@ def test_a_run_is_not_judged_by_the_evaluation_and_the_report_of_another(tmp_pat
     assert "--learning_rate" in older
 
 
+def test_a_run_that_was_judged_beside_another_is_told_so(tmp_path):
+    folder = write_metrics(tmp_path, [step_line(6), validation_line(0, 0.2), validation_line(6, 0.15)])
+    found = evaluation()
+    first, *rest = found.checkpoints
+    both = replace(found, checkpoints=(replace(first, file="old.safetensors"), *rest))
+    write_evaluation(both, folder / "evaluation.json")
+    page = Page(page_of(folder)).text
+    assert "the evaluation judged old.safetensors of another run, too" in page
+    assert "give each run a folder" in page
+    assert "not evaluated yet" not in page
+
+
 @pytest.mark.parametrize("newer", ["metrics.jsonl", "cats.safetensors", None])
 def test_an_evaluation_that_is_older_than_what_it_judged_is_warned_of(tmp_path, newer):
     folder = write_metrics(tmp_path, [step_line(1)])

@@ -208,11 +208,12 @@ def sample_facts(sample: Sample) -> str:
 def _evaluation(run: RunFiles, media: Media) -> Iterator[Block]:
     found = run.evaluation
     if found is None:
-        told = (
-            "wangen evaluate judges LoRAs; this run trained the model itself."
-            if run.trains_model
-            else "This run was not evaluated yet: run wangen evaluate with this folder as its --output_dir too."
-        )
+        told = "This run was not evaluated yet: run wangen evaluate with this folder as its --output_dir too."
+        if run.trains_model:
+            told = "wangen evaluate judges LoRAs; this run trained the model itself."
+        elif run.judged_beside:
+            told = (f"The evaluation in this folder judged {run.judged_beside} of another run, too: give each run a "
+                    "folder, or give wangen evaluate --lora_weight the files of this one.")  # fmt: skip
         yield _block("no-evaluation", "nothing", text=told)
         return
     yield from _tables("ranking", [ranking_table(found)], "")

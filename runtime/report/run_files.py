@@ -97,6 +97,7 @@ class RunFiles:
         loras: saved files, by step and name.
         samples: by prompt or clip, and step.
         evaluation: of this run's LoRAs; None without one.
+        judged_beside: a LoRA of another run that the folder's evaluation judged with this run's, and so is none of its.
         problems: what could not be read, in words.
         wrote_last: no other run began or wrote to `metrics.jsonl` after it.
     """
@@ -109,6 +110,7 @@ class RunFiles:
     loras: Sequence[Lora] = ()
     samples: Sequence[Sample] = ()
     evaluation: Evaluation | None = None
+    judged_beside: str = ""
     problems: Sequence[str] = ()
     wrote_last: bool = True
 
@@ -204,6 +206,7 @@ def read_run(folder: Path, name: str | None, metrics: MetricsLog | None = None) 
         reports["train"] = own[0]
     else:
         reports.pop("train", None)
+    evaluation, judged_beside = _evaluation(folder / EVALUATION, known, problems)
     found = RunFiles(
         folder=folder,
         name=chosen,
@@ -212,7 +215,8 @@ def read_run(folder: Path, name: str | None, metrics: MetricsLog | None = None) 
         reports=reports,
         loras=sorted(_loras(folder, chosen, problems), key=lambda lora: (lora.step or 0, lora.file.name)),
         samples=sorted(_samples(folder / SAMPLES, chosen, problems), key=_place),
-        evaluation=_evaluation(folder / EVALUATION, known, problems),
+        evaluation=evaluation,
+        judged_beside=judged_beside,
         problems=problems,
         wrote_last=not names or names[-1] == chosen,
     )
@@ -323,19 +327,20 @@ def _sample_lines(path: Path, problems: list[str]) -> Iterator[tuple[str, Mappin
             problems.append(f"{SAMPLES}/{SAMPLE_LIST} has a line that cannot be read")
 
 
-def _evaluation(path: Path, name: str, problems: list[str]) -> Evaluation | None:
-    """The evaluation, unless it judged LoRAs of another run; one that lies without any run is taken as it is."""
+def _evaluation(path: Path, name: str, problems: list[str]) -> tuple[Evaluation | None, str]:
+    """The evaluation, or a LoRA of another run that it judged as well; one without any run is taken as it is."""
     if not path.is_file():
-        return None
+        return None, ""
     try:
         found = read_evaluation(path)
     except WangenError as error:
         problems.append(f"{path.name}: {error.found}")
-        return None
+        return None, ""
     others = [file for file in files_of(found) if name and not _lora_names(name).fullmatch(file)]
     if others:
         problems.append(f"{path.name} is left out: {others[0]}, which it judged, is no LoRA of {name}")
-    return None if others else found
+        return None, others[0] if len(others) < len(files_of(found)) else ""
+    return found, ""
 
 
 def files_of(evaluation: Evaluation) -> list[str]:

@@ -157,6 +157,8 @@ def _by_validation(judged: Sequence[_Judged], run: RunFiles) -> Verdict:
         against.append("what it is judged by may have been trained on: an earlier part of the run, or the LoRA that it "
                        "began from, had other data")  # fmt: skip
     yet, more = ("", "") if run.trains_model else ("; it was not evaluated yet", ", or run wangen evaluate")
+    if run.judged_beside:
+        yet = f"; the evaluation judged {run.judged_beside} of another run, too"
     against.append(f"a lower loss is not always the better picture: look at the samples{more}")
     return Verdict(
         level="good" if better else "unsure",
