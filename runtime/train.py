@@ -274,6 +274,8 @@ def _prepare(
         if begun and ranks.is_first:  # else a start by the same launcher could not tell which states are its own
             checkpoint.forget(plan.states)
         training.begins_anew = not begun
+        if training.begins_anew:
+            checkpoint.mark_begun_anew(plan.states)
     announce(training)
     return training
 

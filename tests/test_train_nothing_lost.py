@@ -141,7 +141,7 @@ def test_a_lora_that_cannot_be_written_does_not_cost_the_state(tiny_run, tmp_pat
 
 
 @pytest.mark.parametrize("how", ["out of memory", "stopped"])
-def test_a_fresh_run_without_a_step_leaves_the_state_of_the_one_before(tiny_run, tmp_path, monkeypatch, how):
+def test_a_fresh_run_without_a_step_leaves_the_state_of_the_one_before(tiny_run, tmp_path, how, caplog):
     options = tiny_run.options(tmp_path / "out", max_train_steps=4)
     with pytest.MonkeyPatch.context() as patch:
         before_step(patch, 3, lambda: signal.raise_signal(signal.SIGINT))
@@ -157,7 +157,13 @@ def test_a_fresh_run_without_a_step_leaves_the_state_of_the_one_before(tiny_run,
         with pytest.raises((WangenError, KeyboardInterrupt)):
             train.run(begins)
     assert states(options) == [2]
+    said = "given --fresh and saved nothing: this one goes on with the run before"
+    assert said not in caplog.text
     train.run(options)
+    assert caplog.text.count(said) == 1
+    train.run(replace(options, max_train_steps=5))
+    assert caplog.text.count(said) == 1, "it has saved since"
+    train.run(replace(options, max_train_steps=4, fresh=True))
     train.run(replace(options, output_dir=tmp_path / "whole"))
     assert (options.output_dir / LAST).read_bytes() == (tmp_path / "whole" / LAST).read_bytes()
 

@@ -37,6 +37,8 @@ def run(options: MakeReport) -> Report:
     if found.is_empty:
         raise WangenError("this folder has no trace of a run: no metrics.jsonl, report, LoRA or samples",
                           where=str(found.folder), cure="give the --output_dir of the training")  # fmt: skip
+    for problem in found.problems:  # they stand on the page as well
+        log.warning("  %s", problem)
     dataset = look_at_dataset(found, dataset_file)
     if dataset_file and dataset.problem:
         log.warning("  %s", dataset.problem)

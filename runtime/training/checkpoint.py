@@ -36,6 +36,8 @@ log = logging.getLogger("wangen")
 
 NEWEST = "newest"
 """The file that names the state that was saved last: one that is to be kept may be of more steps, of another line."""
+ANEW = "begun_anew"
+"""The file beside the states of an earlier run that says that a run begins anew over them, until that has saved one."""
 
 
 @dataclass(frozen=True)
@@ -192,6 +194,8 @@ def complete(staging: Path, manifest: Mapping[str, Any]) -> Path:
         replace(final, aside, long=True)
     replace(staging, final, long=True)
     remove_left(folder / NEWEST)
+    with suppress(OSError):
+        (folder / ANEW).unlink()
     write_text(folder / NEWEST, final.name)
     _remove(aside)
     return final
@@ -337,6 +341,21 @@ def remove_others(folder: Path, keep: set[Path], staying: Callable[[list[int]], 
     for path in manifests:
         if path.resolve() not in spared and kept.get(path) not in stay:
             _remove(path)
+
+
+def mark_begun_anew(folder: Path) -> None:
+    """Note beside the states of an earlier run that one begins over them which keeps them until it has saved its own.
+
+    Raises:
+        WangenError: the disk refuses.
+    """
+    if newest(folder):
+        write_text(folder / ANEW, "")
+
+
+def was_begun_anew(folder: Path) -> bool:
+    """Whether the run that began last, over the states of an earlier one, has saved none."""
+    return (folder / ANEW).exists()
 
 
 def forget(folder: Path) -> None:
