@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import PurePosixPath, PureWindowsPath
 from typing import Literal
 
-from wangen.generator.errors import WangenError
+from wangen.generator.errors import WangenError, printable
 
 _URI = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+://")
 _PERCENT_VARIABLE = re.compile(r"%[A-Za-z_]\w*%")
@@ -159,7 +159,7 @@ def _windows_fault(name: str) -> tuple[str, str] | None:
         return ("empty", "the name is empty") if not name else None
     bad = sorted({c for c in name if c in _ILLEGAL_ON_WINDOWS or ord(c) < 32})
     if bad:
-        return "illegal-char", f"Windows allows no {' '.join(repr(c)[1:-1] for c in bad)} in a name"
+        return "illegal-char", f"Windows allows no {' '.join(map(printable, bad))} in a name"
     stem = name.split(".")[0].rstrip(" ")
     if _DEVICE_NAME.fullmatch(stem):
         return "reserved-name", f"Windows reserves the name {stem}"

@@ -98,7 +98,7 @@ def frames(key: str, raw: Any, where: str) -> tuple[int, ...]:
     """Clip lengths in frames, sorted, each 4n+1: one number or a list.
 
     Raises:
-        UsageError: one of them is not 4n+1; the message names the nearest below.
+        UsageError: one of them is not 4n+1; the message names those beside it.
     """
     numbers = raw if isinstance(raw, list) else [raw]
     found = sorted({whole_number(key, number, where) for number in numbers})
@@ -107,5 +107,5 @@ def frames(key: str, raw: Any, where: str) -> tuple[int, ...]:
     wrong = [number for number in found if number % 4 != 1]
     if wrong:
         raise UsageError(f"{key} must be 4n+1 (1, 5, … 81), got {wrong[0]}", where=where,
-                         cure=f"write {longest_clip(wrong[0])}")  # fmt: skip
+                         cure=f"write {longest_clip(wrong[0])} or {longest_clip(wrong[0]) + 4}")  # fmt: skip
     return tuple(found)

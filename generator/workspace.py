@@ -152,7 +152,9 @@ class Workspace:
             UsageError: there is no such platform, or this host cannot see its root.
         """
         if name not in self.known_platforms:
-            raise UsageError(f"there is no platform {name!r}", cure=f"one of {', '.join(self.known_platforms)}")
+            near = get_close_matches(name, self.known_platforms, n=1, cutoff=0.4)
+            hint = f"did you mean {near[0]}? " if near else ""
+            raise UsageError(f"there is no platform {name!r}", cure=f"{hint}one of {', '.join(self.known_platforms)}")
         platform, section = self.known_platforms[name], self.sections.get(name, {})
         return Target(
             platform=platform,

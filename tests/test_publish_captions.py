@@ -99,6 +99,16 @@ def test_the_captions_of_renamed_media_are_named_with_the_media(tmp_path):
     assert problems(tmp_path) == []
 
 
+def test_captions_of_pictures_that_are_not_read_name_the_pictures(tmp_path):
+    texts = {"page.txt": "a page", "cat.txt": "a cat"}
+    write_tree(tmp_path, {"eye.jpg": JPEG, "page.tif": JPEG, "cat.jfif": JPEG, **texts})
+    assert problems(tmp_path) == [
+        "cat.jfif: is of a kind that is not read; rename it to .jpg",
+        "eye.jpg: has no caption; write eye.txt beside it",
+        "page.tif: is of a kind that is not read; save it as .png or .mp4",
+    ]
+
+
 def test_media_that_share_a_caption_are_said(tmp_path, capsys):
     dataset = {"cat.jpg": JPEG, "cat.png": JPEG, "cat.txt": "a cat", "dog.jpg": JPEG, "dog.txt": "a dog"}
     place = write_tree(tmp_path, {"wangen.toml": TOML})

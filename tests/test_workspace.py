@@ -128,7 +128,7 @@ def test_the_workspace_is_found_from_below(tmp_path, monkeypatch):
         ('platforms = "linux"', "must be a list of names"),
         ("platforms = []", "must be a list of names"),
         ("resolution = [832]", "one whole number or [width, height]"),
-        ("num_frames = 80", "write 77"),
+        ("num_frames = 80", "write 77 or 81"),
         ("num_frames = [17, 33]", "whole number above 0, got [17, 33]"),
         ('[platform.amiga]\nroot = "x"', "unknown key 'amiga'"),
         ("platform = 3", "write [platform.NAME]"),

@@ -162,17 +162,25 @@ def _from_folder(folder: Path) -> tuple[list[Item], list[Problem], list[str]]:
         except BadItemError as bad:
             problems.append(bad.problem)
     if bare:
-        problems += _lost_captions(folder, files.orphans(captions))
+        problems += _lost_captions(folder, files.orphans(captions), entries)
     return sorted(items, key=lambda item: item.path), problems, _left_out(entries, files, {*captions, *companions})
 
 
-def _lost_captions(folder: Path, orphans: Sequence[Path]) -> list[Problem]:
-    """Where an image has no caption, one without image may be its: the image was renamed."""
-    if not orphans:
-        return []
-    names = ", ".join(path.name for path in orphans[:_NUM_NAMES]) + (", …" if len(orphans) > _NUM_NAMES else "")
-    found = f"holds captions without their image or video: {names}"
-    return [Problem(folder, found, "rename the caption with its image")]
+def _lost_captions(folder: Path, orphans: Sequence[Path], entries: Sequence[Path]) -> list[Problem]:
+    """Where an image has no caption, one without image may be its: the image was renamed, or is of another kind."""
+    others = {path.stem: path for path in entries if path not in orphans and not media_of(path)}
+    unread = [others[path.stem] for path in orphans if path.stem in others]
+    problems = [Problem(path, "is of a kind that is not read", _readable_as(path)) for path in unread]
+    lost = [path.name for path in orphans if path.stem not in others]
+    if lost:
+        names = ", ".join(lost[:_NUM_NAMES]) + (", …" if len(lost) > _NUM_NAMES else "")
+        found = f"holds captions without their image or video: {names}"
+        problems.append(Problem(folder, found, "rename the caption with its image"))
+    return problems
+
+
+def _readable_as(path: Path) -> str:
+    return "rename it to .jpg" if path.suffix.lower() in (".jfif", ".jpe", ".jif") else "save it as .png or .mp4"
 
 
 def _from_manifest(path: Path) -> tuple[list[Item], list[Problem], list[str]]:
