@@ -139,14 +139,16 @@ def scan(
     found = [(e.name, kind) for e in entries if (kind := media_of(e.name)) in kinds and e.is_file()]
     if not found:
         problems.append(Problem(folder, f"holds no {media or 'image or video'} files", "put them here"))
-    find = _CaptionNames(entries, caption_extension)
+    find, names = _CaptionNames(entries, caption_extension), {entry.name for entry in entries}
     items = []
     for name, kind in found:
         path, caption_path = folder / name, folder / find(name)
         try:
             captions = split_captions(read_caption(caption_path), multiple=multiple_captions)
         except FileNotFoundError:
-            problems.append(Problem(path, NO_CAPTION, f"write {caption_path.name} beside it"))
+            usual = path.with_suffix(CAPTION).name
+            cure = f'{usual} is there: say caption_extension = "{CAPTION}"' if usual in names else ""
+            problems.append(Problem(path, NO_CAPTION, cure or f"write {caption_path.name} beside it"))
         except BadItemError as bad:
             problems.append(bad.problem)
         else:

@@ -52,6 +52,15 @@ def test_one_kind_of_media_and_another_caption_ending(tmp_path):
     assert (problems, [i.caption for i in images], [c.caption for c in clips]) == ([], ["one"], ["two"])
 
 
+def test_captions_of_another_ending_are_named_with_the_setting(tmp_path):
+    write_tree(tmp_path, {"a.jpg": image_bytes(), "a.txt": "an ape", "b.jpg": image_bytes()})
+    problems = [str(problem) for problem in scan(tmp_path, caption_extension=".cap")[1]]
+    assert problems == [
+        'a.jpg: has no caption; a.txt is there: say caption_extension = ".txt"',
+        "b.jpg: has no caption; write b.cap beside it",
+    ]
+
+
 def test_a_caption_whose_name_differs_in_case_is_found(tmp_path):
     items, problems = scan(write_tree(tmp_path, {"DSC1.JPG": image_bytes(), "DSC1.TXT": "from a camera"}))
     assert (problems, items[0].caption) == ([], "from a camera")
