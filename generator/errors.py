@@ -109,13 +109,15 @@ def read_cure(error: OSError) -> str:
     return "see whether it is there" if error.errno == errno.ENOENT else _CURES.get(error.errno or 0, "fix its rights")
 
 
-def in_words(error: OSError) -> WangenError | None:
-    """What the system says of a file of the user's, or of a disk; None when it is about neither, and our bug."""
+def in_words(error: OSError | MemoryError) -> WangenError | None:
+    """What the system says of a file of the user's, a disk or its memory; None when it is about none, and our bug."""
+    again = ", then run the same line again: nothing saved is lost"
+    if isinstance(error, MemoryError):
+        return WangenError("the memory of this machine is full", cure=f"close what else needs memory{again}")
     if error.errno == errno.ENOENT and error.filename is None and _is_nowhere():
         return WangenError("the working folder is gone", cure="change to a folder that is there")
     if error.errno not in _DISK | _NO_ANSWER and error.filename is None:
         return None
-    again = ", then run the same line again: nothing saved is lost"
     cure = "look at this path"
     if error.errno in _DISK:
         cure = f"free space or fix the rights{again}"

@@ -142,7 +142,7 @@ def _in_words(step: Step) -> int:
         if not isinstance(error, TakenOverError):
             _note_failure(step, error.found)
         return error.exit_code
-    except OSError as error:
+    except (OSError, MemoryError) as error:
         failure = in_words(error)
         if failure is None:
             raise

@@ -100,6 +100,7 @@ def test_no_handler_stays_behind(good):
         ("import no_such_library", 1, '-m pip install ".[runtime]"'),
         ("import os\nraise OSError(28, os.strerror(28), 'file.x')", 1, "No space left on device"),
         ("raise PermissionError(13, 'Permission denied', 'file.x')", 1, "file.x"),
+        ("raise MemoryError", 1, "the memory of this machine is full"),
     ],
 )
 def test_what_a_step_raises_becomes_one_message(probe, capsys, tmp_path, body, code, words):
