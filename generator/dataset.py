@@ -102,8 +102,12 @@ class Problem:
     cure: str
 
     def __str__(self) -> str:
-        """`file: fact; cure`."""
-        return f"{self.path.name}: {self.found}; {self.cure}"
+        """`file: fact; cure`, or what of it is known.
+
+        >>> str(Problem(Path("a.mp4"), "cannot be read", ""))
+        'a.mp4: cannot be read'
+        """
+        return "; ".join(filter(None, (f"{self.path.name}: {self.found}", self.cure)))
 
 
 def media_of(path: Path | str) -> Media | None:
