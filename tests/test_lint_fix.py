@@ -258,6 +258,15 @@ def test_the_toml_gets_a_mended_copy(shell, tmp_path):
     made = tmp_path / f"train_cats.{shell}"
     assert {str(step.dataset_config) for step in steps_of(made)} == {"cats_wangen.toml"}
     assert lint.lint(lint.read(made)) == []
+    assert not any("looks for it" in line for line in done.left_out)
+
+
+def test_a_copy_for_a_folder_of_another_machine_is_to_be_put_there(tmp_path):
+    (tmp_path / "cats.toml").write_text(TOML)
+    config = {"dataset_config": "cats.toml"}
+    text = script("bat", latents=config, text=config, train=config).replace('cd /d "%~dp0"', "cd /d C:\\musubi-tuner")
+    done = fix(lint.read(put(tmp_path, "bat", text)))
+    assert "putting cats_wangen.toml to C:\\musubi-tuner\\, where the new script looks for it" in done.left_out
 
 
 def test_files_of_the_user_stay(tmp_path, capsys):

@@ -291,7 +291,10 @@ def _dataset(script: Script, calls: Iterable[Call], result: Fixed) -> dict[str, 
             return {}
         (result.kept if copy.kept else result.written).append(copy.path.name)
         result.changed += copy.changes
-        name = re.sub(r"[^\\/]*$", "", _from_folder(call, text)) + copy.path.name
+        folder = re.sub(r"[^\\/]*$", "", _from_folder(call, text))
+        name = folder + copy.path.name
+        if locate(script, call, name) is None:  # the folder that the script changes to is another machine's
+            result.left_out.append(f"putting {copy.path.name} to {folder}, where the new script looks for it")
         return {"dataset_config": name}
     return {}
 
