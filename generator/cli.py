@@ -14,6 +14,7 @@ from wangen import profiles
 from wangen.generator.check_command import CheckCommand, execute
 from wangen.generator.commands import StepCommand
 from wangen.generator.errors import WRONG_USAGE, UsageError, WangenError, in_words
+from wangen.generator.plain_command import PlainCommand
 from wangen.generator.steps import STEPS, find_step
 from wangen.generator.stopping import STOPPED
 from wangen.profiles.reading import ProfileError
@@ -21,6 +22,8 @@ from wangen.profiles.reading import ProfileError
 
 class Wangen(click.Group):
     """The command group: steps are found under all their spellings, unknown commands get the nearest name."""
+
+    command_class = PlainCommand
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         """The command of that name, or of a spelling of it."""

@@ -9,13 +9,14 @@ import logging
 import math
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from itertools import pairwise, takewhile
+from itertools import takewhile
 from pathlib import Path
 from typing import Any, TypeVar
 
 import click
 
 from wangen.generator.errors import UsageError
+from wangen.generator.plain_command import PlainCommand
 from wangen.generator.step_parts import OTHER_MODELS
 from wangen.generator.steps import STEPS
 from wangen.generator.table import Option, Step, missing, options, spellings
@@ -26,7 +27,7 @@ log = logging.getLogger("wangen")
 S = TypeVar("S", bound=Step)
 
 
-class StepCommand(click.Command):
+class StepCommand(PlainCommand):
     """A click command made from the table. Its callback gets the step, not loose values."""
 
     def __init__(self, step: type[Step], execute: Callable[[Any], int]) -> None:
@@ -50,7 +51,6 @@ class StepCommand(click.Command):
         try:
             if not ctx.resilient_parsing:
                 _refuse_too_few(self.step, args)
-                _refuse_flag_for_value(self.step, args)
                 args = _repeat_lists(self.step, args)
             return super().parse_args(ctx, args)
         except click.NoSuchOption as error:
@@ -253,21 +253,6 @@ def _refuse_too_few(step: type[Step], words: Sequence[str]) -> None:
             if len(values) < option.length:
                 raise UsageError(f"{word} takes {option.length} values, got {' '.join(values) or 'none'}",
                                  cure=f"give {option.flag.help}")  # fmt: skip
-
-
-def _refuse_flag_for_value(step: type[Step], words: Sequence[str]) -> None:
-    """A flag without its value would take the next flag for it. A text may begin with dashes, but be no flag.
-
-    Raises:
-        UsageError: there is one.
-    """
-    known = {name: option for name, option, _ in spellings(step)}
-    single = {name for name, option, constant in spellings(step) if constant is None and option.takes_one}
-    names = [word[2:].replace("-", "_") if word.startswith("--") else "" for word in words]
-    for (word, name), (value, value_name) in pairwise(zip(words, names, strict=True)):
-        if name in single and value_name in known:
-            joined = f"; a text that is called so is joined to it: {word}={value}" if known[name].kind is str else ""
-            raise UsageError(f"{word} has no value: {value} follows", cure=f"give {known[name].flag.help}{joined}")
 
 
 def _repeat_lists(step: type[Step], words: Sequence[str]) -> list[str]:

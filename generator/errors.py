@@ -106,7 +106,9 @@ def read_cure(error: OSError) -> str:
     >>> read_cure(OSError(errno.EIO, "Input/output error"))
     'see whether the disk or network drive answers'
     """
-    return "see whether it is there" if error.errno == errno.ENOENT else _CURES.get(error.errno or 0, "fix its rights")
+    if error.errno == errno.ENOENT:
+        return "see whether it is there"
+    return "fix its rights" if isinstance(error, PermissionError) else _CURES.get(error.errno or 0, _ANSWERS)
 
 
 def in_words(error: OSError | MemoryError) -> WangenError | None:

@@ -29,7 +29,7 @@ def changes(bundle: BundlePlan, slug: str) -> str:
     lost = sum(name in folder.known.files for folder in bundle.folders for name in folder.new)
     counts = bundle.counts | {"new": bundle.counts["new"] - lost, "same": 0}
     said = ", ".join(f"{number} {what}" for what, number in counts.items() if number)
-    found = f"the dataset has changed since it was published ({said})"
+    found = f"the dataset or its settings have changed since it was published ({said})"
     return f"{found}; publish again: wangen publish {slug}" if said else ""
 
 
@@ -39,7 +39,7 @@ def changes_since(script: Path) -> str:
     home = folder.parent.parent
     if not (home / workspace.FILE).is_file():
         return ""
-    with suppress(WangenError):  # of another place, or what publishing would refuse: it says so when it is asked
+    with suppress(WangenError, OSError):  # of another place, or what publishing would refuse: it says so then
         place = workspace.read(home)
         target, settings = place.target(folder.name), place.dataset(slug)
         is_its = script.name in (name for _, name in script_names(target, slug))

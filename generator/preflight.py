@@ -260,7 +260,7 @@ def _agreement(found: Iterable[_Script]) -> Iterator[Line]:
     for name, given in different.items():
         said = "; ".join(f"{value} in {places[0]}" for value, places in given.items())
         yield Line("problem", f"the steps do not agree on --{name}: {said}; give all of them one value, in both "
-                   "scripts: what one of them caches another would encode again")  # fmt: skip
+                   "scripts")  # fmt: skip
     if values and not different:
         yield Line("ok", "all steps agree on the TOML, the VAE, the text encoder and the transformer")
 

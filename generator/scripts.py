@@ -6,6 +6,7 @@ is seen by a digest in the script's head, and then the script stays and the new 
 
 import re
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import NamedTuple
@@ -184,11 +185,11 @@ def merge(old: bytes, bundle: Bundle, shell: str, name: str) -> tuple[bytes, boo
     any more and not every step that has such a flag has its value now.
     """
     knobs, variables = _knobs(bundle, shell)
-    try:
+    changed: dict[str, str] = {}
+    before: dict[tuple[str, str], str] = {}
+    with suppress(WangenError):  # who edits a script may write what only its shell can read
         changed = {knob: value for knob, (value, _) in changed_knobs(old).items()}
         before = _variables(old, shell) if variables else {}
-    except WangenError:
-        changed, before = {}, {}
     kept = {knob.name: changed[knob.name] for knob in knobs if knob.name in changed}
     gone, carried = changed.keys() - kept.keys(), set[str]()
     for knob in knobs:

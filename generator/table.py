@@ -12,7 +12,7 @@ import types
 import typing
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import MISSING, dataclass, field
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import Any, ClassVar, Literal, TypeVar
 
 AnyStep = TypeVar("AnyStep", bound="Step")
@@ -192,11 +192,13 @@ def joined(name: str, value: str) -> list[str]:
 
 
 def text_of(value: object) -> str:
-    """A scalar as it stands on a command line; floats keep every digit and use no locale.
+    """A scalar as it stands on a command line; floats keep every digit and use no locale, a path is no ~ of a shell.
 
-    >>> text_of(1e-4), text_of(16), text_of(2.0)
-    ('0.0001', '16', '2.0')
+    >>> text_of(1e-4), text_of(16), text_of(2.0), text_of(PurePath("~"))
+    ('0.0001', '16', '2.0', './~')
     """
+    if isinstance(value, PurePath) and str(value).startswith("~"):
+        return f"./{value}"
     return repr(value) if isinstance(value, float) else str(value)
 
 

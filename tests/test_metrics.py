@@ -1,8 +1,9 @@
 """metrics.jsonl survives kills and resumes, numbers are read late and together, and the loss has timesteps."""
 
+import errno
 import json
 import math
-import resource
+import os
 import signal
 from contextlib import contextmanager
 
@@ -72,6 +73,7 @@ def test_a_place_that_cannot_be_written_is_said(tmp_path):
 @contextmanager
 def disk_of(size):
     """As long as this lasts no file can be larger than so many bytes: the disk takes a part of a line, then none."""
+    resource = pytest.importorskip("resource")
     before, handler = resource.getrlimit(resource.RLIMIT_FSIZE), signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
     try:
@@ -99,6 +101,63 @@ def test_lines_that_the_disk_does_not_take_wait_for_it(tmp_path, caplog):
     assert caplog.text.count("File too large; its lines wait until the disk takes them") == 2
     assert f"the last 2 lines of {path} cannot be written: File too large" in caplog.text
     assert len(lines(path)) == 5
+
+
+def test_a_drive_that_goes_and_comes_back_gets_every_line(tmp_path, monkeypatch, caplog):
+    """As a network drive does: its path is gone, then it is there, and what was open stays dead."""
+    path = tmp_path / "drive" / "metrics.jsonl"
+    with Metrics(path, 0) as metrics:
+        metrics.log({"step": 1})
+        away = path.parent.rename(tmp_path / "away")
+        (tmp_path / "drive").write_text("no folder can be made here")
+        metrics.log({"step": 2})
+        metrics.log({"step": 3})
+        (tmp_path / "drive").unlink()
+        away.rename(path.parent)
+        metrics.log({"step": 4})
+        with monkeypatch.context() as patch:
+            patch.setattr(metrics, "_file", Dead())
+            metrics.log({"step": 5})
+        metrics.log({"step": 6})
+    assert lines(path) == [{"step": step} for step in range(1, 7)]
+    assert caplog.text.count("its lines wait until the disk takes them") == 2
+
+
+class Dead:
+    """A file of a drive that was away."""
+
+    def write(self, _):
+        raise OSError(errno.ESTALE, os.strerror(errno.ESTALE))
+
+    def fileno(self):
+        raise OSError(errno.ESTALE, os.strerror(errno.ESTALE))
+
+    def close(self):
+        raise OSError(errno.ESTALE, os.strerror(errno.ESTALE))
+
+
+def test_a_file_that_is_removed_amid_a_line_begins_with_a_whole_one(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    with Metrics(path, 0) as metrics:
+        metrics.log({"step": 1})
+        with disk_of(path.stat().st_size + 5):
+            metrics.log({"step": 2})
+        path.unlink()
+        metrics.log({"step": 3})
+    assert lines(path) == [{"step": 2}, {"step": 3}]
+
+
+def test_a_line_that_another_run_wrote_meanwhile_stays_whole(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    with Metrics(path, 0) as metrics:
+        with disk_of(5):
+            metrics.log({"step": 1})
+        with path.open("a") as file:
+            file.write('\n{"step": 7}\n')
+        metrics.log({"step": 2})
+    assert [json.loads(line) for line in path.read_text().splitlines()[1:] if line] == [
+        {"step": 7}, {"step": 1}, {"step": 2},
+    ]  # fmt: skip
 
 
 def test_bins_hold_each_loss_at_its_timestep_and_nothing_that_is_not_finite():

@@ -1,5 +1,7 @@
 """A script's first step says that the originals have changed since: what it trains on are copies and links."""
 
+import errno
+import os
 import shutil
 from pathlib import Path
 
@@ -10,7 +12,7 @@ from wangen.generator.cli import main
 from wangen.generator.originals import changes_since
 
 TOML = 'resolution = [64, 64]\nnum_frames = 17\nplatforms = ["linux"]\n'
-SAID = "the dataset has changed since it was published ({}); publish again: wangen publish cats"
+SAID = "the dataset or its settings have changed since it was published ({}); publish again: wangen publish cats"
 
 
 @pytest.fixture
@@ -46,10 +48,23 @@ def test_the_check_of_a_script_warns_and_its_verdict_stays(place, monkeypatch, c
     (toml,) = (place / "published/linux").rglob("cats*.toml")
     words = ["check", "--dataset_config", str(toml), "--task", "t2v-1.3B"]
     verdict = main(words)  # there are no weights for its other steps
-    assert "has changed" not in capsys.readouterr().err
+    assert "changed since" not in capsys.readouterr().err
     (place / "datasets/cats/a.txt").write_text("another")
     assert main(words) == verdict
     assert SAID.format("1 changed") in capsys.readouterr().err
+
+
+def test_originals_on_a_drive_that_does_not_answer_stop_no_training(place, monkeypatch):
+    listed = os.scandir
+
+    def stale(path="."):
+        if Path(path) == place / "datasets/cats":
+            raise OSError(errno.ESTALE, os.strerror(errno.ESTALE), str(path))
+        return listed(path)
+
+    monkeypatch.setattr(os, "scandir", stale)
+    monkeypatch.setattr(os, "listdir", lambda path=".": [entry.name for entry in stale(path)])
+    assert changes_since(script(place)) == ""
 
 
 @pytest.mark.parametrize("what", ["bundle", "originals", "settings"])

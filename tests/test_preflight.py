@@ -248,7 +248,8 @@ def test_what_the_dataset_has_and_the_bundle_has_not(site, capsys):
     media = site / "datasets" / "Red House"
     write_tree(media, {"c.jpg": image_bytes(seed=3), "c.txt": "a cow", "a.txt": "another ape"})
     shown = check(capsys, 0, "--platform", "windows")
-    said = "the dataset has changed since it was published (2 new, 1 changed); publish again: wangen publish red_house"
+    said = "the dataset or its settings have changed since it was published (2 new, 1 changed)"
+    said += "; publish again: wangen publish red_house"
     assert said in shown
     (media / "c.txt").unlink()
     shown = check(capsys, 0, "--platform", "windows")

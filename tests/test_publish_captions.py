@@ -102,10 +102,12 @@ def test_the_captions_of_renamed_media_are_named_with_the_media(tmp_path):
 def test_captions_of_pictures_that_are_not_read_name_the_pictures(tmp_path):
     texts = {"page.txt": "a page", "cat.txt": "a cat"}
     write_tree(tmp_path, {"eye.jpg": JPEG, "page.tif": JPEG, "cat.jfif": JPEG, **texts})
+    write_tree(tmp_path, {"owl.txt": "an owl", "owl.json": "{}"})
     assert problems(tmp_path) == [
         "cat.jfif: is of a kind that is not read; rename it to .jpg",
         "eye.jpg: has no caption; write eye.txt beside it",
         "page.tif: is of a kind that is not read; save it as .png or .mp4",
+        f"{tmp_path.name}: holds captions without their image or video: owl.txt; rename the caption with its image",
     ]
 
 

@@ -150,6 +150,16 @@ def test_a_knob_that_gets_another_name_keeps_its_value(shell, tmp_path):
     assert not path.with_name(path.name + ".new").exists()
 
 
+def test_the_new_text_beside_a_script_with_a_line_of_its_own_has_the_users_knobs(tmp_path):
+    """Only the shell knows what stands for the variable of somebody's own."""
+    path = tmp_path / "train_red_house.sh"
+    publish(path, bundle("sh", steps(blocks_to_swap=0)), "sh", "train")
+    edit(path, "SWAP='0'", "SWAP='20'")
+    edit(path, '--seed "$SEED"', '--seed "$MYSEED"')
+    assert publish(path, bundle("sh", steps(blocks_to_swap=0)), "sh", "train") == "kept"
+    assert read_knobs(path.with_name(f"{path.name}.new").read_bytes())["BLOCKS_TO_SWAP"] == "20"
+
+
 def test_knobs_that_become_one_and_differ_keep_the_old_script(tmp_path):
     path = tmp_path / "train_red_house.sh"
     check, latents, text, judge, train = steps()

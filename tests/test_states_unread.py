@@ -59,6 +59,37 @@ def test_a_state_whose_disk_does_not_answer_once_is_never_begun_again(tiny_run, 
     assert refused or "resuming at" in caplog.text
 
 
+@pytest.mark.parametrize("time", range(1, 6))
+def test_a_folder_of_states_that_cannot_be_listed_once_is_never_taken_for_empty(tiny_run, tmp_path, monkeypatch, time):
+    options = tiny_run.options(tmp_path, max_train_steps=2)
+    train.run(options)
+    listed, count = os.listdir, itertools.count(1)
+
+    def refusing(path="."):
+        if Path(path) == state_folder(options) and next(count) == time:
+            raise OSError(errno.EIO, os.strerror(errno.EIO), str(path))
+        return listed(path)
+
+    monkeypatch.setattr(os, "listdir", refusing)
+    refused = False
+    with suppress(WangenError):
+        refused = True
+        train.run(replace(options, max_train_steps=3))
+        refused = False
+    begun = (tmp_path / "metrics.jsonl").read_text().count('"step": 1,')
+    assert begun == 1
+    assert (state_folder(options) / ("step-00000002" if refused else "step-00000003")).is_dir()
+
+
+def test_a_fresh_run_takes_the_place_of_a_state_that_cannot_be_read(tiny_run, tmp_path, monkeypatch):
+    options = tiny_run.options(tmp_path, max_train_steps=2)
+    train.run(options)
+    old = state_folder(options) / "step-00000002" / "state.json"
+    refuse_reading(monkeypatch, lambda path: path == old, errno.EIO)
+    train.run(replace(options, fresh=True, max_train_steps=3))
+    assert (state_folder(options) / "step-00000003").is_dir()
+
+
 def test_a_state_to_be_kept_stays_when_it_cannot_be_read(tiny_run, tmp_path, monkeypatch):
     options = tiny_run.options(tmp_path, max_train_steps=8, save_every_n_steps=2, save_state=True)
     train.run(replace(options, max_train_steps=6))

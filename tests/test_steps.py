@@ -168,6 +168,7 @@ def test_a_list_that_an_empty_variable_left_is_left_out(words, caplog):
         (Generate, ["--video-size", "480", "--save_path", "x"], ["2 values, got 480", "give height and width"]),
         (Evaluate, ["--video_size", "--seed", "1"], ["--video_size takes 2 values, got none", "give height and width"]),
         (Train, [*TRAIN, "--dit", "--vae", "v"], ["--dit has no value: --vae follows", "give transformer weights"]),
+        (Train, [*TRAIN, "--vae", "--output-dir=x"], ["--vae has no value: --output-dir=x follows"]),
         (
             Train,
             [*TRAIN, "--training_comment", "--fresh"],

@@ -162,7 +162,7 @@ def test_a_fresh_run_without_a_step_leaves_the_state_of_the_one_before(tiny_run,
     train.run(options)
     assert caplog.text.count(said) == 1
     train.run(replace(options, max_train_steps=5))
-    assert caplog.text.count(said) == 1, "it has saved since"
+    assert caplog.text.count(said) == 1, "it is said once"
     train.run(replace(options, max_train_steps=4, fresh=True))
     train.run(replace(options, output_dir=tmp_path / "whole"))
     assert (options.output_dir / LAST).read_bytes() == (tmp_path / "whole" / LAST).read_bytes()

@@ -48,6 +48,11 @@ Advance = Callable[[str], None]
 """Called with the name of what was done."""
 
 _NUM_NAMES = 5
+_JPEGS = (".jfif", ".jpe", ".jif")
+_OTHER_KINDS = (
+    *_JPEGS, ".tif", ".tiff", ".gif", ".heic", ".heif", ".jxl", ".psd", ".tga", ".dng", ".ts", ".m2ts", ".3gp", ".ogv",
+)  # fmt: skip
+"""Endings of pictures and videos that are not read."""
 
 
 @dataclass(frozen=True)
@@ -168,7 +173,7 @@ def _from_folder(folder: Path) -> tuple[list[Item], list[Problem], list[str]]:
 
 def _lost_captions(folder: Path, orphans: Sequence[Path], entries: Sequence[Path]) -> list[Problem]:
     """Where an image has no caption, one without image may be its: the image was renamed, or is of another kind."""
-    others = {path.stem: path for path in entries if path not in orphans and not media_of(path)}
+    others = {path.stem: path for path in entries if path.suffix.lower() in _OTHER_KINDS and path.is_file()}
     unread = [others[path.stem] for path in orphans if path.stem in others]
     problems = [Problem(path, "is of a kind that is not read", _readable_as(path)) for path in unread]
     lost = [path.name for path in orphans if path.stem not in others]
@@ -180,7 +185,7 @@ def _lost_captions(folder: Path, orphans: Sequence[Path], entries: Sequence[Path
 
 
 def _readable_as(path: Path) -> str:
-    return "rename it to .jpg" if path.suffix.lower() in (".jfif", ".jpe", ".jif") else "save it as .png or .mp4"
+    return "rename it to .jpg" if path.suffix.lower() in _JPEGS else "save it as .png or .mp4"
 
 
 def _from_manifest(path: Path) -> tuple[list[Item], list[Problem], list[str]]:

@@ -30,6 +30,7 @@ from wangen.runtime.training.state_manifest import (
     files_of,
     is_to_be_kept,
     read_manifest,
+    states_in,
 )
 
 log = logging.getLogger("wangen")
@@ -212,8 +213,7 @@ def newest(folder: Path, facts: Mapping[str, Any] = MappingProxyType({})) -> Pat
     Raises:
         WangenError: what a state says of itself cannot be read: it may be the one.
     """
-    paths = folder.glob("step-*") if folder.is_dir() else []
-    found = ((path, manifest) for path in paths if (manifest := read_manifest(path)) is not None)
+    found = ((path, manifest) for path in states_in(folder) if (manifest := read_manifest(path)) is not None)
     steps = {path: manifest["step"] for path, manifest in found if facts.items() <= manifest["facts"].items()}
     last = _named(folder)
     return max(steps, key=lambda path: (path.name in (last, _aside(last)), steps[path], -len(path.name)), default=None)
@@ -247,20 +247,21 @@ def require_own_format(folder: Path) -> None:
     last = newest(folder)
     if last:
         named = _named(folder)  # of a run that began again at an earlier step it is not the one of the most steps
-        for path in sorted(folder.glob("step-*")):
+        for path in states_in(folder):
             if (path.name > last.name or path.name == named) and read_manifest(path) is None:
                 log.warning("  %s is damaged or of another version: going on from %s", path, last.name)
         return
-    for path in sorted(folder.glob(f"step-*/{MANIFEST}")):
-        with suppress(OSError, ValueError, RecursionError, LookupError, TypeError):
-            found = json.loads(path.read_text(encoding="utf-8"))["format"]
+    states = states_in(folder)
+    for path in states:
+        with suppress(ValueError, RecursionError, LookupError, TypeError):
+            found = json.loads(content_of(path / MANIFEST).decode())["format"]
             if found != FORMAT:
                 raise WangenError(
                     f"these training states are of the format {found}, this version reads {FORMAT}",
                     where=str(folder),
                     cure="train with the version that made them, or begin again with --fresh",
                 )
-    if any(folder.glob("step-*")):
+    if states:
         raise WangenError("these training states are damaged: files are missing or have other sizes", where=str(folder),
                           cure="copy them here again, or begin again with --fresh")  # fmt: skip
 
@@ -314,6 +315,8 @@ def _load(path: Path, checksum: int | None) -> dict[str, torch.Tensor]:
     from safetensors.torch import load
 
     content = content_of(path)
+    if not content:
+        raise damaged(path.parent, f"{path.name} is missing or empty")
     if checksum is not None and crc32(content) != checksum:
         raise damaged(path.parent, f"{path.name} has other bytes than were saved")
     try:
@@ -333,9 +336,10 @@ def remove_others(folder: Path, keep: set[Path], staying: Callable[[list[int]], 
     for path in folder.glob(".staging-*"):
         _remove(path)
     manifests = {}
-    for path in folder.glob("step-*"):
-        with suppress(WangenError):
-            manifests[path] = read_manifest(path) or {}
+    with suppress(WangenError):
+        for path in states_in(folder):
+            with suppress(WangenError):
+                manifests[path] = read_manifest(path) or {}
     kept = {path: manifest["step"] for path, manifest in manifests.items() if manifest.get("keep")}
     stay = staying(sorted(set(kept.values())))
     for path in manifests:
@@ -343,19 +347,27 @@ def remove_others(folder: Path, keep: set[Path], staying: Callable[[list[int]], 
             _remove(path)
 
 
+def newest_known(folder: Path) -> Path | None:
+    """As `newest`, for a message about something else: None also where it cannot be read."""
+    with suppress(WangenError):
+        return newest(folder)
+    return None
+
+
 def mark_begun_anew(folder: Path) -> None:
-    """Note beside the states of an earlier run that one begins over them which keeps them until it has saved its own.
-
-    Raises:
-        WangenError: the disk refuses.
-    """
-    if newest(folder):
-        write_text(folder / ANEW, "")
+    """Note beside the states of an earlier run that one begins anew, which leaves them until it has saved its own."""
+    with suppress(WangenError):  # it is an aid: what cannot be read or written now is told where it matters
+        if states_in(folder):
+            write_text(folder / ANEW, "")
 
 
-def was_begun_anew(folder: Path) -> bool:
-    """Whether the run that began last, over the states of an earlier one, has saved none."""
-    return (folder / ANEW).exists()
+def take_mark(folder: Path) -> bool:
+    """Whether the run that began last, over the states of an earlier one, has saved none; this is told once."""
+    try:
+        (folder / ANEW).unlink()
+    except OSError:
+        return False
+    return True
 
 
 def forget(folder: Path) -> None:

@@ -6,6 +6,8 @@ Letters: B items of a step.
 import json
 import logging
 import math
+import os
+from collections import deque
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from io import FileIO
@@ -15,7 +17,7 @@ from typing import Any
 
 import torch
 
-from wangen.generator.errors import WangenError, many
+from wangen.generator.errors import WangenError, many, write_cure
 from wangen.generator.files import write_whole
 from wangen.runtime.training.ranks import Ranks
 
@@ -50,14 +52,16 @@ class Metrics:
         """
         self._path = path
         self._mark = {"output_name": name} if name else {}
-        self._waiting, self._is_refused = b"", False
+        self._waiting, self._taken = deque[bytes](), 0  # lines, and how much of the first one the file has
+        self._end: int | None = None  # where the file ended with that part, if it is known
+        self._is_refused = False
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             kept = _lines_until(path, step, {"", *experts}, name)
             write_whole(path, [b"".join(kept)])
-            self._file = self._opened()
+            self._file: FileIO | None = self._opened()
         except OSError as error:
-            raise self._unwritable(error) from None
+            raise WangenError(f"cannot write: {error.strerror}", where=str(path), cure=write_cure(error)) from None
 
     def _opened(self) -> FileIO:
         self._path.parent.mkdir(parents=True, exist_ok=True)
@@ -65,36 +69,57 @@ class Metrics:
 
     def log(self, record: Mapping[str, Any]) -> None:
         """Add a line, in the file when this returns if the disk takes it; numbers that are not finite become null."""
-        line = json.dumps(_plain({**record, **self._mark}), allow_nan=False)
-        self._waiting += f"{line}\n".encode()
+        self._waiting.append(f"{json.dumps(_plain({**record, **self._mark}), allow_nan=False)}\n".encode())
         try:
-            if not self._path.exists():
-                log.warning("  %s was removed while this run writes it: it begins anew at this line", self._path)
-                self._file.close()
-                self._file = self._opened()
+            if self._file and not self._path.exists():
+                log.warning("  %s is not there any more: it begins anew at this line", self._path)
+                self._let_go()
             self._write()
         except OSError as error:
             if not self._is_refused:
-                log.warning(
-                    "  cannot write %s: %s; its lines wait until the disk takes them", self._path, error.strerror
-                )
+                log.warning("  cannot write %s: %s; its lines wait until the disk takes them", self._path,
+                            error.strerror)  # fmt: skip
             self._is_refused = True
+            self._let_go()  # of a drive that comes back the file has to be opened anew
 
     def _write(self) -> None:
+        file = self._file = self._file or self._opened_again()
         while self._waiting:
-            self._waiting = self._waiting[self._file.write(self._waiting) :]
+            self._taken += file.write(self._waiting[0][self._taken :])
+            if self._taken == len(self._waiting[0]):
+                self._waiting.popleft()
+                self._taken = 0
         self._is_refused = False
+
+    def _opened_again(self) -> FileIO:
+        """The file, which goes on behind the part of a line that it has; where it has changed since, at a new line."""
+        file = self._opened()
+        size = os.fstat(file.fileno()).st_size
+        if self._taken and size != self._end:
+            self._taken = 0
+            if size:
+                file.write(b"\n")
+        return file
+
+    def _let_go(self) -> None:
+        file, self._file = self._file, None
+        if file:
+            self._end = None
+            with suppress(OSError):
+                self._end = os.fstat(file.fileno()).st_size
+            with suppress(OSError):
+                file.close()
 
     def close(self) -> None:
         """Close the file; lines that the disk still does not take are counted in a warning."""
         try:
-            self._write()
+            if self._waiting:
+                self._write()
         except OSError as error:
-            lost = many(self._waiting.count(b"\n"), "line")
-            log.warning("  the last %s of %s cannot be written: %s", lost, self._path, error.strerror)
-            self._waiting = b""
-        with suppress(OSError):
-            self._file.close()
+            log.warning("  the last %s of %s cannot be written: %s", many(len(self._waiting), "line"), self._path,
+                        error.strerror)  # fmt: skip
+            self._waiting.clear()
+        self._let_go()
 
     def __enter__(self) -> "Metrics":
         return self
@@ -103,11 +128,6 @@ class Metrics:
         self, _kind: type[BaseException] | None, _error: BaseException | None, _trace: TracebackType | None
     ) -> None:
         self.close()
-
-    def _unwritable(self, error: OSError) -> WangenError:
-        return WangenError(
-            f"cannot write: {error.strerror}", where=str(self._path), cure="free space or fix the rights"
-        )
 
 
 def _lines_until(path: Path, step: int, experts: Collection[str], name: str) -> list[bytes]:

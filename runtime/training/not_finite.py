@@ -67,7 +67,7 @@ def _exit_code(run: Run) -> int:
 
 def _last_good(run: Run) -> tuple[str, str]:
     """Which state to go on from, and how."""
-    newest = None if run.begins_anew else checkpoint.newest(run.plan.states)
+    newest = None if run.begins_anew else checkpoint.newest_known(run.plan.states)
     if newest:
         return f"the last good state is {newest}", ", with --resume_changed to go on from that state, or with --fresh"
     return "no state was saved yet", ", and start again"

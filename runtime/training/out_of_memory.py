@@ -82,4 +82,4 @@ def _cure(plan: Plan, together: int, alone: int, available: int | None) -> str:
     else:
         told = "a smaller resolution, fewer target_frames or batch_size 1: no other change makes room enough"
     stays = "; the last saved state stays (wangen train --resume_changed goes on with other settings)"
-    return f"give {told}{stays if checkpoint.newest(plan.states) else ''}"
+    return f"give {told}{stays if checkpoint.newest_known(plan.states) else ''}"

@@ -63,7 +63,7 @@ def find_state(plan: Plan, launched: Launch) -> TrainingState | None:
         checkpoint.require_own_format(plan.states)
     if given is None:
         path = checkpoint.newest(plan.states)
-        if path and checkpoint.was_begun_anew(plan.states):
+        if path and checkpoint.take_mark(plan.states):
             log.warning("  the last start was given --fresh and saved nothing: this one goes on with the run before; "
                         "%s begins anew", with_flag(Train.command, "--fresh"))  # fmt: skip
         return checkpoint.read(path) if path else None

@@ -5,6 +5,7 @@ is another thing than that there is no state: then nothing may begin at step 0, 
 """
 
 import json
+import os
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
@@ -26,6 +27,15 @@ T = TypeVar("T")
 def files_of(expert: str) -> dict[str, str]:
     """The names of the files of an expert's parts."""
     return {part: f"{part}_{expert}.safetensors" if expert else f"{part}.safetensors" for part in _PARTS}
+
+
+def states_in(folder: Path) -> list[Path]:
+    """The folders of states in a folder, by their names.
+
+    Raises:
+        WangenError: it is there and cannot be listed.
+    """
+    return sorted(folder / name for name in _asked(folder, _names, list[str]()) if name.startswith("step-"))
 
 
 def read_manifest(path: Path) -> dict[str, Any] | None:
@@ -80,6 +90,10 @@ def _asked(path: Path, question: Callable[[Path], T], otherwise: T) -> T:
         return otherwise
     except OSError as error:
         raise not_readable(path, error) from None
+
+
+def _names(folder: Path) -> list[str]:
+    return os.listdir(folder)  # noqa: PTH208 - pathlib's glob takes a folder that cannot be listed for an empty one
 
 
 def _size(path: Path) -> int:

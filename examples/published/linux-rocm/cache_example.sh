@@ -10,7 +10,7 @@
 # You may change the values of the knobs below: publishing again keeps them. Any other edit makes publishing
 # leave this file as it is and write the new text beside it as cache_example.sh.new.
 #
-# wangen-digest: addc2d8f93dad9c30f944a616a9819e4
+# wangen-digest: d0265a1f7fe14c9149a934374b1e839d
 # Typographic quotes in a path or prompt are no typing errors.
 # shellcheck disable=SC1112
 # An editor for Windows may have put a carriage return behind every line: behind the first of these two, and hidden
@@ -44,8 +44,8 @@ wg_stop() {
   exit "$code"
 }
 
-# Ctrl-C reaches the step as well, and a kill of this script is handed on to it: it saves, and says so itself. Between
-# two steps this script says it.
+# Ctrl-C reaches the step as well, and a kill of this script is handed on to it: it saves, and says so itself unless it
+# has just begun. This script says it last, as it does between two steps.
 WG_RUNNING='' WG_STOPPED='' WG_STEP=''
 wg_ended() {
   WG_RUNNING=''
