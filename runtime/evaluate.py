@@ -217,7 +217,8 @@ def _as_training(options: Evaluate) -> Train:
     return Train(
         dataset_config=options.dataset_config, manifest=options.manifest, resolution=options.resolution,
         smoke=options.smoke, task=options.task, dit=options.dit, dit_high_noise=options.dit_high_noise,
-        clip=options.clip, seed=options.seed, timestep_boundary=options.timestep_boundary,
+        clip=options.clip, vae=options.vae, t5=options.t5, tokenizer=options.tokenizer, seed=options.seed,
+        timestep_boundary=options.timestep_boundary,
         condition_frames=options.condition_frames, output_dir=options.output_dir, output_name="evaluation",
     )  # fmt: skip
 

@@ -136,7 +136,7 @@ def say_others(options: Train, model: Model, made_by: Mapping[Kind, Encoder | No
     """Warn where weights that are given, such as those of samples, are not those that made the cache.
 
     Args:
-        options: of a training that takes the cache as it is.
+        options: of a training, or what is read as it is, that takes the cache as it is.
         model: what is trained.
         made_by: the encoder of each kind's entries.
     """
@@ -148,9 +148,9 @@ def say_others(options: Train, model: Model, made_by: Mapping[Kind, Encoder | No
         path, encoder = getattr(options, flag), made_by.get(kind)
         with suppress(WangenError):  # where nothing is made with them, it is of no account that they cannot be read
             if path and encoder and not _is_of(options, model, flag, path, encoder.identity):
-                log.warning("  the %s in the cache are of another %s than --%s %s, and are trained on as they are: run "
-                            "%s with it first, or give --cache_mode auto", WORDS[kind], encoder_words(kind), flag, path,
-                            step)  # fmt: skip
+                log.warning("  the %s in the cache are of another %s than --%s %s, and are taken as they are: run %s "
+                            "with it first, or train with --cache_mode auto", WORDS[kind], encoder_words(kind), flag,
+                            path, step)  # fmt: skip
 
 
 def _is_of(options: Train, model: Model, flag: str, path: Path, identity: str) -> bool:

@@ -109,7 +109,7 @@ def test_cached_trains_on_what_is_there_and_says_that_it_is_not_of_the_given_wei
     assert not caplog.text
     assert cache_use(found(edits, tmp_path, **{flag: others[flag]})).computed == 0
     (line,) = caplog.messages
-    assert f"--{flag} {others[flag]}, and are trained on as they are: run {step} with it first" in line
+    assert f"--{flag} {others[flag]}, and are taken as they are: run {step} with it first" in line
 
 
 def test_auto_without_weights_is_cached(edits, tmp_path):
