@@ -107,12 +107,13 @@ def expect_two_experts(low: Path, high: Path) -> None:
 
 
 def seem_swapped(low: Path, high: Path) -> bool:
-    """Whether both files are the other expert by what `expert_of` finds; names are a hint, no more.
+    """Whether a file is the other expert by what `expert_of` finds and the second does not gainsay it: a hint, no more.
 
     Raises:
         WangenError: as `headers.read_header`.
     """
-    return (expert_of(low, "--dit"), expert_of(high, "--dit_high_noise")) == ("high", "low")
+    said = expert_of(low, "--dit"), expert_of(high, "--dit_high_noise")
+    return said in (("high", "low"), ("high", ""), ("", "low"))
 
 
 def expert_of(dit: Path, flag: str) -> str:

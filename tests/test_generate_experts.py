@@ -122,7 +122,7 @@ def test_one_expert_given_twice_is_refused_and_names_that_are_swapped_are_said(t
         caplog.clear()
         with pytest.raises(WangenError, match="far enough" if one != dit else "the same weights"):
             generate.run(replace(given, dit=one, dit_high_noise=other))
-        assert ("--dit and --dit_high_noise are the other expert by their names or headers" in caplog.text) == swapped
+        assert ("--dit and --dit_high_noise seem swapped by their names or headers" in caplog.text) == swapped
 
 
 def test_transformers_that_take_turns_leave_room_for_the_vae(tiny_run, high, tmp_path, monkeypatch):

@@ -210,4 +210,8 @@ def test_two_experts_are_expected(tmp_path: Path):
     assert "--dit takes the low-noise expert and --dit_high_noise the high-noise expert" in message
     assert seem_swapped(high, low)
     assert not seem_swapped(low, high)
-    assert not seem_swapped(low, write_transformer(tmp_path / "a.safetensors", "F16", shift=0.2))
+    other = write_transformer(tmp_path / "a.safetensors", "F16", shift=0.2)
+    assert not seem_swapped(low, other)
+    assert not seem_swapped(other, high)
+    assert seem_swapped(high, other)
+    assert seem_swapped(other, low)

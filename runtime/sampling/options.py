@@ -193,7 +193,7 @@ def require_files(options: Generate, model: Model, encoders: Encoders | None, *,
         assert options.dit_high_noise is not None, "refused before"
         expect_two_experts(options.dit, options.dit_high_noise)
         if seem_swapped(options.dit, options.dit_high_noise):
-            log.warning("  --dit and --dit_high_noise are the other expert by their names or headers: %s", ORDER)
+            log.warning("  --dit and --dit_high_noise seem swapped by their names or headers: %s", ORDER)
         for line in _other_boundaries(options):
             log.warning("  %s", line)
     for line in _other_bases(options, together=together):
