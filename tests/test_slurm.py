@@ -167,6 +167,24 @@ def train_until(slurm: Cluster, bundle: Path, steps: int) -> str:
     return job
 
 
+def test_a_job_that_is_near_its_time_limit_when_its_training_begins_is_queued_again(
+    slurm: Cluster, whole: Path, tmp_path: Path
+):
+    """Python hears of no signal yet: one that nobody heard would let the training run into the limit."""
+    bundle = again(whole, tmp_path / "young")
+    job = submitted(slurm, bundle)[-1]
+    ends = time.monotonic() + 120
+    while not re.search(r"step \d of \d: train", said(bundle)):
+        assert time.monotonic() < ends, said(bundle)
+        time.sleep(0.01)
+    slurm.say("scancel", "--signal=USR1", "--batch", job)
+    ended = slurm.wait(job, "COMPLETED", "FAILED", "CANCELLED")
+    text = said(bundle)
+    assert (ended["JobState"], ended["Restarts"]) == ("COMPLETED", "1"), text
+    assert "Mend it" not in text
+    assert lora(bundle).read_bytes() == lora(whole).read_bytes()
+
+
 def test_near_its_time_limit_a_job_saves_is_queued_again_and_ends_with_the_same_bytes(
     slurm: Cluster, whole: Path, tmp_path: Path
 ):
@@ -184,6 +202,8 @@ def test_near_its_time_limit_a_job_saves_is_queued_again_and_ends_with_the_same_
     assert text.count("the time limit is near") == 1
     assert text.count("stopping after this step; the training state is saved") >= 1
     assert re.search(r"resuming at \d*[1-9]\d*", text)
+    assert "wangen: stopped. Nothing saved is lost" in text
+    assert "Mend it" not in text, "nothing is to be mended"
     assert lora(bundle).read_bytes() == lora(whole).read_bytes()
 
 

@@ -10,7 +10,7 @@
 # You may change the values of the knobs below: publishing again keeps them. Any other edit makes publishing
 # leave this file as it is and write the new text beside it as cache_example.sh.new.
 #
-# wangen-digest: 4546d199bc66ca0b801ef766c1c3d2e6
+# wangen-digest: 6be7cb7a7250ea4c51fd54904fa40c15
 # Typographic quotes in a path or prompt are no typing errors.
 # shellcheck disable=SC1112
 # An editor for Windows may have put a carriage return behind every line: behind the first of these two, and hidden
@@ -52,7 +52,12 @@ wg_ended() {
   [ -z "$WG_STOPPED" ] || wg_stop 1 'wangen: stopped. Nothing saved is lost: run this script again to go on.'
 }
 trap 'WG_STOPPED=1; [ -n "$WG_RUNNING" ] || wg_ended' INT
-trap 'WG_STOPPED=1; [ -n "$WG_RUNNING" ] || wg_ended; [ -z "$WG_STEP" ] || kill -TERM "$WG_STEP" 2>/dev/null || :' TERM HUP
+wg_told() { # Slurm tells all processes of a job at once
+  WG_STOPPED=1
+  [ -n "$WG_RUNNING" ] || wg_ended
+  [ -z "$WG_STEP" ] || [ -n "${WANGEN_ALL_TOLD:-}" ] || kill -TERM "$WG_STEP" 2>/dev/null || :
+}
+trap wg_told TERM HUP
 
 wg_step() { # COMMAND…: runs it, in the background as else bash hears of a signal only when it has ended
   local code
