@@ -1,10 +1,12 @@
 """Flags that are given and that nothing reads beside the others of the same run."""
 
+import os
 from collections.abc import Callable, Collection
 from typing import Any
 
 from wangen import profiles
 from wangen.generator.adapter_settings import CONVOLUTIONS, network_arguments
+from wangen.generator.session import SUBMITTED_BY
 from wangen.generator.steps import Train
 from wangen.generator.table import options as flags_of
 from wangen.generator.train_refusals import is_narrowed, sets_its_rate
@@ -122,7 +124,8 @@ READERS: dict[str, tuple[_Reads, str]] = {
     "save_last_n_epochs_state": _states_kept("save_every_n_epochs"),
     "training_comment": (lambda options: not options.no_metadata, "every header but that of --no_metadata"),
     "async_save": _chosen("train_mode", ["full"]),
-    "max_restarts": (lambda options: options.gpus != "1", "--gpus"),
+    # The script for Slurm gives it whatever the GPUS are.
+    "max_restarts": (lambda options: options.gpus != "1" or SUBMITTED_BY in os.environ, "--gpus"),
     "vae_dtype": _encodes("sample_prompts", "sample_continuations"),
     "vae_cache_cpu": _encodes("sample_prompts", "sample_continuations"),
     **dict.fromkeys(("t5_dtype", "fp8_t5", "tokenizer"), _encodes("sample_prompts")),

@@ -158,3 +158,10 @@ def test_the_trainer_says_so(tiny_run: TinyRun, tmp_path: Path, caplog: pytest.L
         "--lr_scheduler_power is not used: it is read with --lr_scheduler polynomial",
         "the warm-up takes 3 steps of 3: the learning rate never reaches its value (--lr_warmup_steps)",
     ]
+
+
+def test_the_script_for_slurm_gives_restarts_whatever_its_gpus_are(monkeypatch):
+    given = options(max_restarts=2)
+    assert unread(given) == ["--max_restarts is not used: it is read with --gpus"]
+    monkeypatch.setenv("WANGEN_SUBMITTED_BY", "train_cats.sbatch")
+    assert unread(given) == []
