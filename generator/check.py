@@ -68,7 +68,7 @@ def run(options: Check) -> Report:
         findings += _refused_later(steps, seen)
     for finding in findings:
         log.error("  - %s", finding)
-    for warning in (*seen.warnings, *_changes_since()):
+    for warning in filter(None, (*seen.warnings, _changes_since())):
         log.warning("  %s", warning)
     verdict = many(len(findings), "problem") if findings else "all good"
     return Report(
@@ -81,13 +81,13 @@ def run(options: Check) -> Report:
     )
 
 
-def _changes_since() -> list[str]:
+def _changes_since() -> str:
     """That the dataset has changed since the script that runs this step was published, if it lies in its workspace."""
     if IN_SCRIPT not in os.environ:
-        return []
+        return ""
     from wangen.generator.originals import changes_since
 
-    return list(filter(None, [changes_since(Path(os.environ[IN_SCRIPT]))]))
+    return changes_since(Path(os.environ[IN_SCRIPT]))
 
 
 def _own_script() -> tuple[list[Finding], list[_Placed]]:

@@ -50,7 +50,6 @@ class StepCommand(PlainCommand):
             cure = f"for example --{first} {args[0]}; {cure}"
         try:
             if not ctx.resilient_parsing:
-                _refuse_too_few(self.step, args)
                 args = _repeat_lists(self.step, args)
             return super().parse_args(ctx, args)
         except click.NoSuchOption as error:
@@ -237,22 +236,6 @@ def _metavar(option: Option) -> str:
         return "|".join(option.choices)
     word = {str: "TEXT", int: "N", float: "X", Path: "PATH"}[option.kind]
     return " ".join([word] * (option.length or 1))
-
-
-def _refuse_too_few(step: type[Step], words: Sequence[str]) -> None:
-    """A flag of several values that is given fewer would take the next flag for one of them.
-
-    Raises:
-        UsageError: there is one.
-    """
-    several = {name: option for name, option, _ in spellings(step) if (option.length or 0) > 1}
-    for number, word in enumerate(words):
-        option = several.get(word.removeprefix("--").replace("-", "_")) if word.startswith("--") else None
-        if option and option.length:
-            values = list(takewhile(lambda value: not value.startswith("--"), words[number + 1 :]))
-            if len(values) < option.length:
-                raise UsageError(f"{word} takes {option.length} values, got {' '.join(values) or 'none'}",
-                                 cure=f"give {option.flag.help}")  # fmt: skip
 
 
 def _repeat_lists(step: type[Step], words: Sequence[str]) -> list[str]:

@@ -3,6 +3,7 @@
 import errno
 import os
 from collections.abc import Sequence
+from pathlib import Path
 
 WRONG_USAGE = 2
 """The exit code of a wrong command line: as it is, it will never do."""
@@ -109,6 +110,11 @@ def read_cure(error: OSError) -> str:
     if error.errno == errno.ENOENT:
         return "see whether it is there"
     return "fix its rights" if isinstance(error, PermissionError) else _CURES.get(error.errno or 0, _ANSWERS)
+
+
+def unreadable(path: Path, error: OSError) -> WangenError:
+    """The error of a file that is there and cannot be read."""
+    return WangenError(f"cannot be read: {error.strerror or error}", where=str(path), cure=read_cure(error))
 
 
 def in_words(error: OSError | MemoryError) -> WangenError | None:

@@ -11,9 +11,9 @@ from pathlib import Path, PurePosixPath, PureWindowsPath
 from typing import Any
 
 from wangen.generator.companions import CLEAN_CONTROLS, strip_prefix
-from wangen.generator.errors import WangenError
+from wangen.generator.errors import WangenError, unreadable
 from wangen.generator.formats import DOWNLOAD_AGAIN, Header, TensorInfo, quoted
-from wangen.generator.formats.one_file import fingerprint, read_file, unreadable
+from wangen.generator.formats.one_file import fingerprint, read_file
 from wangen.generator.formats.strict_json import parse_json
 from wangen.generator.header_keys import FORMAT
 

@@ -57,7 +57,8 @@ def made_of(platform: Platform, steps: tuple[Step, ...]) -> tuple[list[Knob], di
 
 def _is_knob(option: Option, value: Any) -> bool:
     # What the command line does not spell out needs no variable, and a free text is no value for one.
-    return bool(option.flag.knob and option.takes_one and option.words(value) and VALUE.fullmatch(text_of(value)))
+    scalar = option.flag.knob and option.length is None and option.kind is not bool
+    return bool(scalar and option.words(value) and VALUE.fullmatch(text_of(value)))
 
 
 def _is_settled(step: Step, field: str) -> bool:

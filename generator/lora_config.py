@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from wangen.generator.adapter_parts import WORDS
-from wangen.generator.errors import WangenError
+from wangen.generator.errors import WangenError, unreadable
 from wangen.generator.headers import identity
 from wangen.generator.lora_keys import AdapterKind, original_name, without_prefix
 
@@ -195,7 +195,7 @@ def _content(path: Path) -> bytes:
             raise WangenError("this is too long for an adapter's configuration", where=str(path))
         return path.read_bytes()
     except OSError as error:
-        raise WangenError(f"cannot be read: {error.strerror or error}", where=str(path)) from error
+        raise unreadable(path, error) from error
 
 
 def _load(path: Path) -> dict[str, Any]:

@@ -1,7 +1,7 @@
 """A click command whose flags do not swallow each other."""
 
 from collections.abc import Sequence
-from itertools import pairwise
+from itertools import takewhile
 
 import click
 
@@ -9,34 +9,35 @@ from wangen.generator.errors import UsageError
 
 
 class PlainCommand(click.Command):
-    """A command that refuses a flag without its value, for which click would take the next flag."""
+    """A command that refuses a flag with fewer values than it takes, for which click would take the next flag."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         """Parse words.
 
         Raises:
-            UsageError: a flag has the next flag in the place of its value, which may begin with dashes, but be none.
+            UsageError: a flag has the next flag in the place of a value. A text may begin with dashes, but be no flag.
         """
         if not ctx.resilient_parsing:
-            self._refuse_flag_for_value(args)
+            self._refuse_too_few(args)
         return super().parse_args(ctx, args)
 
-    def _refuse_flag_for_value(self, words: Sequence[str]) -> None:
+    def _refuse_too_few(self, words: Sequence[str]) -> None:
         options = [parameter for parameter in self.params if isinstance(parameter, click.Option)]
         named = {_plain(name): option for option in options for name in (*option.opts, *option.secondary_opts)}
         known = {*named, "--help"}
-        for word, value in pairwise(words):
-            if word == "--":
-                break
-            option = named.get(_plain(word))
-            if option and _takes_one(option) and _plain(value.partition("=")[0]) in known:
+        for number, word in enumerate(takewhile(lambda word: word != "--", words)):
+            option, after = named.get(_plain(word)), words[number + 1 :]
+            if option is None or option.is_flag or option.count or option.multiple:
+                continue
+            if option.nargs > 1:
+                values = list(takewhile(lambda value: not value.startswith("--"), after[: option.nargs]))
+                if len(values) < option.nargs:
+                    raise UsageError(f"{word} takes {option.nargs} values, got {' '.join(values) or 'none'}",
+                                     cure=f"give {option.help}")  # fmt: skip
+            elif after and _plain(after[0].partition("=")[0]) in known:
                 text = isinstance(option.type, click.types.StringParamType)
-                joined = f"; a text that is called so is joined to it: {word}={value}" if text else ""
-                raise UsageError(f"{word} has no value: {value} follows", cure=f"give {option.help}{joined}")
-
-
-def _takes_one(option: click.Option) -> bool:
-    return not (option.is_flag or option.count or option.multiple) and option.nargs == 1
+                joined = f"; a text that is called so is joined to it: {word}={after[0]}" if text else ""
+                raise UsageError(f"{word} has no value: {after[0]} follows", cure=f"give {option.help}{joined}")
 
 
 def _plain(flag: str) -> str:

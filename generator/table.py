@@ -161,11 +161,6 @@ class Option:
         """Whether the step cannot be made without this flag."""
         return self.default is MISSING
 
-    @property
-    def takes_one(self) -> bool:
-        """Whether one word follows the flag."""
-        return self.length is None and self.kind is not bool
-
     def words(self, value: Any) -> list[str]:
         """The part of a command line that sets this flag to `value`; empty when nothing has to be said."""
         spelled_out = self.flag.pinned or self.flag.knob

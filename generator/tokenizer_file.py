@@ -6,7 +6,7 @@ from pathlib import Path, PurePosixPath
 
 from wangen import profiles
 from wangen.generator.companions import sort_out
-from wangen.generator.errors import WangenError
+from wangen.generator.errors import WangenError, unreadable
 from wangen.generator.formats.raw import read_raw
 from wangen.generator.headers import PIPELINE, read_header
 
@@ -96,7 +96,7 @@ def tokenizer_digest(path: Path) -> str:
     try:
         data = path.read_bytes() if _is_tokenizer(path) else carried_tokenizer(path)
     except OSError as error:
-        raise WangenError(f"cannot be read: {error.strerror or error}", where=str(path)) from error
+        raise unreadable(path, error) from error
     return hashlib.sha256(data or b"").hexdigest()
 
 

@@ -14,7 +14,7 @@ from dataclasses import MISSING, asdict, dataclass, field, fields, is_dataclass
 from pathlib import Path
 from typing import Any
 
-from wangen.generator.errors import WangenError, read_cure
+from wangen.generator.errors import WangenError, unreadable
 from wangen.generator.files import write_text
 
 FILE = "evaluation.json"
@@ -208,7 +208,7 @@ def read_evaluation(path: Path) -> Evaluation:
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
-        raise WangenError(f"cannot be read: {error.strerror}", where=str(path), cure=read_cure(error)) from None
+        raise unreadable(path, error) from None
     except (ValueError, RecursionError) as error:
         raise WangenError(f"no JSON ({error})", where=str(path), cure=_CURE) from None
     try:

@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from pathlib import Path
 
-from wangen.generator.errors import WangenError, read_cure
+from wangen.generator.errors import WangenError, unreadable
 from wangen.generator.files import spread
 from wangen.generator.formats import DOWNLOAD_AGAIN, Header
 from wangen.generator.formats.foreign import START_BYTES, foreign, preallocated, unfinished
@@ -51,11 +51,6 @@ def fingerprint(path: Path, header: Header) -> Iterator[bytes]:
         yield from directory_lines(path) if header.format == "pth" else _spread(path, header)
     except OSError as error:
         raise unreadable(path, error) from error
-
-
-def unreadable(path: Path, error: OSError) -> WangenError:
-    """The error of a file that is there and cannot be read."""
-    return WangenError(f"cannot be read: {error.strerror or error}", where=str(path), cure=read_cure(error))
 
 
 def _read(path: Path) -> Header:

@@ -3,9 +3,8 @@
 import math
 import struct
 
-from wangen.generator.errors import WangenError
+from wangen.generator.errors import WangenError, unreadable
 from wangen.generator.formats import DTYPE_BITS, TensorInfo, truncated
-from wangen.generator.formats.one_file import unreadable
 
 # dtype -> zero bytes to put before its own, and struct's code for the whole: some are the upper part of a longer one.
 _NUMBERS = {

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from wangen.generator.dataset import CAPTION, IMAGE_SUFFIXES, VIDEO_SUFFIXES
-from wangen.generator.errors import WangenError, read_cure
+from wangen.generator.errors import unreadable
 from wangen.generator.files import spread
 
 NAME = ".wangen-published.json"
@@ -155,7 +155,7 @@ def read(folder: Path) -> Manifest:
     except (FileNotFoundError, NotADirectoryError, ValueError, RecursionError):
         return Manifest()
     except OSError as error:
-        raise WangenError(f"cannot be read: {error.strerror}", where=str(path), cure=read_cure(error)) from None
+        raise unreadable(path, error) from None
     if not isinstance(content, dict) or content.get("format") != FORMAT:
         return Manifest()
     return Manifest(_records(content.get("files")), _records(content.get("before")), written_ns)

@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 import torch
 
-from wangen.generator.errors import WangenError
+from wangen.generator.errors import WangenError, unreadable
 from wangen.generator.kinds import expect
 from wangen.runtime.weights.filling import Checkpoint, compare, open_checkpoint
 from wangen.runtime.weights.quantized import read_weight
@@ -215,5 +215,5 @@ def _version(file: Path) -> tuple[int, int]:
     try:
         status = file.stat()
     except OSError as error:
-        raise WangenError(f"cannot be read: {error.strerror or error}", where=str(file)) from error
+        raise unreadable(file, error) from error
     return status.st_size, status.st_mtime_ns

@@ -10,7 +10,7 @@ from typing import BinaryIO
 
 import torch
 
-from wangen.generator.errors import WangenError
+from wangen.generator.errors import WangenError, unreadable
 from wangen.generator.formats import DOWNLOAD_AGAIN, Place, TensorInfo
 from wangen.runtime.dtypes import TORCH_DTYPES
 
@@ -80,7 +80,7 @@ def _read_into(place: Place, stored: torch.dtype, flat: torch.Tensor) -> None:
                 _fill(place.file, file, part)
                 flat[begin : begin + part.numel()].copy_(part)
     except OSError as error:
-        raise WangenError(f"cannot be read: {error.strerror or error}", where=str(place.file)) from error
+        raise unreadable(place.file, error) from error
 
 
 def _buffer() -> torch.Tensor:
