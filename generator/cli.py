@@ -13,7 +13,7 @@ import click
 from wangen import profiles
 from wangen.generator.check_command import CheckCommand, execute
 from wangen.generator.commands import StepCommand
-from wangen.generator.errors import WRONG_USAGE, UsageError, WangenError, in_words
+from wangen.generator.errors import WAS_STOPPED, WRONG_USAGE, UsageError, WangenError, in_words
 from wangen.generator.plain_command import PlainCommand
 from wangen.generator.steps import STEPS, find_step
 from wangen.generator.stopping import STOPPED
@@ -392,4 +392,4 @@ def main(words: Sequence[str] | None = None) -> int:
         return failure.exit_code
     except (KeyboardInterrupt, click.Abort):
         click.echo(f"wangen: {STOPPED}", err=True)
-        return 1
+        return WAS_STOPPED

@@ -8,6 +8,9 @@ from pathlib import Path
 WRONG_USAGE = 2
 """The exit code of a wrong command line: as it is, it will never do."""
 
+WAS_STOPPED = 130
+"""The exit code of what Ctrl-C or a signal stopped, as shells have it (128 + SIGINT): there is nothing to mend."""
+
 
 class WangenError(Exception):
     """A problem in words: what was found, where, and what to do.

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from wangen.generator.bulk import bulk
-from wangen.generator.errors import TakenOverError, UsageError, WangenError, in_words
+from wangen.generator.errors import WAS_STOPPED, TakenOverError, UsageError, WangenError, in_words
 from wangen.generator.files import remove_left, special, unwritable, write_text
 from wangen.generator.install import install_line
 from wangen.generator.lock import IN_SCRIPT
@@ -95,7 +95,7 @@ class _File(logging.FileHandler):
 
 
 def execute(step: Step) -> int:
-    """Run a step and return its exit code: 0 done, 1 failed, 2 wrong usage.
+    """Run a step and return its exit code: 0 done, 1 failed, 2 wrong usage, 130 stopped.
 
     Ctrl-C and SIGTERM end a step with one message; what it has saved stays.
     """
@@ -153,7 +153,7 @@ def _in_words(step: Step) -> int:
         # The same line again would start from step 0 once more; a try always does.
         fresh = " (without --fresh)" if getattr(step, "fresh", False) and not getattr(step, "smoke", False) else ""
         log.error("%s: %s%s", step.command, STOPPED, fresh)
-        return 1
+        return WAS_STOPPED
 
 
 def _note_unforeseen(step: Step, kind: type[BaseException] | None, error: BaseException | None, trace: Any) -> None:

@@ -6,6 +6,8 @@ import sys
 from contextlib import suppress
 from types import FrameType
 
+from wangen.generator.errors import WAS_STOPPED
+
 STOPPED = "stopped. Nothing saved is lost: run the same line again to go on."
 
 PR_SET_PDEATHSIG = 1
@@ -16,7 +18,7 @@ def stop(_signal_number: int, frame: FrameType | None) -> None:
     """Ctrl-C, and SIGTERM in a step: a KeyboardInterrupt, except while libraries are imported.
 
     An import that is broken off leaves a library half made; some swallow the interrupt, others end in a traceback about
-    something else. Nothing is open at such a moment, so the process just ends, with the message and exit code 1.
+    something else. Nothing is open at such a moment, so the process just ends, with the message and the exit code.
 
     Raises:
         KeyboardInterrupt: no import is under way.
@@ -26,7 +28,7 @@ def stop(_signal_number: int, frame: FrameType | None) -> None:
         if frame.f_code.co_name == "_find_and_load" and frame.f_code.co_filename.startswith("<frozen importlib"):
             with suppress(OSError):  # standard error may be closed, or nobody reads it
                 os.write(2, f"wangen: {STOPPED}\n".encode())
-            os._exit(1)
+            os._exit(WAS_STOPPED)
         frame = frame.f_back
     raise KeyboardInterrupt
 

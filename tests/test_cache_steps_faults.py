@@ -16,6 +16,7 @@ from cached_bundle import CLIP, Bundle, entry_files, uncached
 from tiny_set import CACHES, copy, kept, leftovers, lines_of, make_set, run_all
 
 from wangen.generator.cli import main
+from wangen.generator.errors import WAS_STOPPED
 from wangen.runtime import encoding
 from wangen.runtime.cache import Folder
 from wangen.runtime.media import target_frames
@@ -70,7 +71,7 @@ def test_stopped_from_outside_it_keeps_what_is_whole(unbroken: Bundle, tmp_path:
     process.send_signal(number)
     message = process.communicate(timeout=60)[1]
     if number != signal.SIGKILL:
-        assert process.returncode == 1, message
+        assert process.returncode == WAS_STOPPED, message
         assert message.count("stopped.") == 1
         assert "Traceback" not in message
         assert 7 <= len(bundle.entries()) <= 70  # of the eight files that were seen the last may not be whole

@@ -12,6 +12,8 @@ from helpers import read_tree
 from hub_files import FILES, FP8_NAME, LARGE, MIB, T5_FP8, left
 from local_hub import Hub, download, running, start
 
+from wangen.generator.errors import WAS_STOPPED
+
 pytestmark = pytest.mark.slow
 
 pytest_plugins = ("hub_fixtures",)
@@ -61,7 +63,7 @@ def test_a_process_that_is_ended_in_the_middle_goes_on_when_run_again(tmp_path, 
     part = wait_for_part(tmp_path / "models", 2 * NUM_CHUNK_BYTES)
     process.send_signal(getattr(signal, number))
     _, err = process.communicate(timeout=60)
-    assert process.returncode == (1 if number == "SIGINT" else -signal.SIGKILL)
+    assert process.returncode == (WAS_STOPPED if number == "SIGINT" else -signal.SIGKILL)
     assert ("run the same line again" in err) == (number == "SIGINT"), err
     assert "Traceback" not in err
     assert part.read_bytes() == LARGE[: 2 * NUM_CHUNK_BYTES]

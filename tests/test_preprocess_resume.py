@@ -15,7 +15,7 @@ from footage import clips, decoded, prepare, waves, write_video
 from helpers import read_tree
 from killing import KILLED, forked
 
-from wangen.generator.errors import UsageError, WangenError
+from wangen.generator.errors import WAS_STOPPED, UsageError, WangenError
 from wangen.generator.processes import here
 from wangen.runtime import preprocess
 from wangen.runtime.preprocess import cutting
@@ -275,7 +275,7 @@ def test_ctrl_c_stops_soon_with_one_message(tmp_path):
         time.sleep(0.02)
     run.send_signal(signal.SIGINT)
     _, said = run.communicate(timeout=60)
-    assert run.returncode == 1, said
+    assert run.returncode == WAS_STOPPED, said
     assert "stopped. Nothing saved is lost" in said
     assert "Traceback" not in said
     done = len(list((tmp_path / "o").glob("clips/[!.]*.mp4")))

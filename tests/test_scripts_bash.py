@@ -237,7 +237,7 @@ def test_a_script_that_is_stopped_while_its_step_cannot_speak_yet_says_so(site, 
         assert run.stdout.readline() == "young\n"
         (os.killpg if name == "SIGINT" else os.kill)(run.pid, getattr(signal, name))
         errors = run.communicate(timeout=30)[1]
-    assert run.returncode == 1
+    assert run.returncode == 130
     assert errors.endswith(STOPPED)
 
 
@@ -272,5 +272,5 @@ def test_a_stopped_script_waits_for_its_step_to_save(site, name, saves_s):
         assert run.stdout.readline() == "heard a word\n"
         (os.killpg if name == "SIGINT" else os.kill)(run.pid, getattr(signal, name))
         out, errors = run.communicate(timeout=30)
-    assert (run.returncode, errors) == (1, STOPPED), "what the step says may be lost, as where it has just begun"
+    assert (run.returncode, errors) == (130, STOPPED), "what the step says may be lost, as where it has just begun"
     assert out == f"told {'SIGTERM' if name == 'SIGHUP' else name}\n", "and no second step"

@@ -109,6 +109,16 @@ def test_the_first_failing_step_ends_the_script_with_its_code(site, code):
     assert run.env == {}
 
 
+@pytest.mark.parametrize("code", [130, -1073741510])
+def test_a_step_that_somebody_stopped_is_nothing_to_mend(site, code):
+    site.codes["cache_text"] = code
+    run = site.run()
+    assert (run.code, names(run)) == (code, ["check", "cache_latents", "cache_text"])
+    assert run.lines[-1] == (
+        "wangen: step cache_text was stopped. Nothing saved is lost: run this script again to go on."
+    )
+
+
 @pytest.mark.parametrize("step", ["import", "cache_text"])
 def test_a_program_that_windows_does_not_start_is_a_failure(site, step):
     # A line that is too long, a folder with brackets in Windows PowerShell: the code of the program before stays.

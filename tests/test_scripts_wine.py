@@ -66,6 +66,16 @@ def test_the_first_failing_step_ends_the_script_with_its_code(site, code, seen):
     assert done.returncode == seen
 
 
+@pytest.mark.parametrize("code", ["130", "-1073741510"])
+def test_a_step_that_somebody_stopped_is_nothing_to_mend(site, code):
+    """The second is what Windows gives where Ctrl-C comes before Python has begun."""
+    done = site.run(RECORDER_FAIL="cache_latents", RECORDER_CODE=code)
+    assert done.stdout.splitlines()[-1] == (
+        "wangen: step cache_latents was stopped. Nothing saved is lost: run this script again to go on."
+    )
+    assert (done.returncode, names(site)) == (int(code) & 0xFF, ["check", "cache_latents"])
+
+
 def test_variables_of_the_user_hide_no_failure_and_break_no_python(site):
     # A variable ERRORLEVEL stands before the real one; with PYTHONHOME Python searches its library elsewhere.
     done = site.run(ERRORLEVEL="0", RECORDER_FAIL="check", RECORDER_CODE="7")

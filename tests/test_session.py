@@ -16,7 +16,7 @@ from typing import ClassVar
 import pytest
 from helpers import image_bytes, write_tree
 
-from wangen.generator.errors import UsageError, WangenError
+from wangen.generator.errors import WAS_STOPPED, UsageError, WangenError
 from wangen.generator.session import Report, execute, with_flag, write_report
 from wangen.generator.steps import Check
 from wangen.generator.table import Step
@@ -96,7 +96,7 @@ def test_no_handler_stays_behind(good):
     [
         ("from wangen.generator.errors import WangenError\nraise WangenError('bad', cure='mend it')", 1, "mend it"),
         ("from wangen.generator.errors import UsageError\nraise UsageError('wrong flag')", 2, "wrong flag"),
-        ("raise KeyboardInterrupt", 1, "stopped. Nothing saved is lost: run the same line again"),
+        ("raise KeyboardInterrupt", WAS_STOPPED, "stopped. Nothing saved is lost: run the same line again"),
         ("import no_such_library", 1, '-m pip install ".[runtime]"'),
         ("import os\nraise OSError(28, os.strerror(28), 'file.x')", 1, "No space left on device"),
         ("raise PermissionError(13, 'Permission denied', 'file.x')", 1, "file.x"),
@@ -230,7 +230,7 @@ def test_a_signal_ends_a_real_process_with_one_message_and_frees_the_lock(good, 
     assert (tmp_path / "run.lock").exists()
     process.send_signal(number)
     _, shown = process.communicate(timeout=20)
-    assert process.returncode == 1
+    assert process.returncode == WAS_STOPPED
     assert shown.splitlines() == ["check", "check: stopped. Nothing saved is lost: run the same line again to go on."]
     assert not (tmp_path / "run.lock").exists()
 

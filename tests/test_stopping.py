@@ -9,6 +9,7 @@ from importlib.machinery import ModuleSpec
 
 import pytest
 
+from wangen.generator.errors import WAS_STOPPED
 from wangen.generator.stopping import stop
 from wangen.runtime.interrupt import Interrupt
 
@@ -69,7 +70,7 @@ def test_within_an_import_the_process_ends_though_nobody_can_be_told(tmp_path):
     (tmp_path / "slow.py").write_text("import signal; signal.raise_signal(signal.SIGINT)")
     code = "import signal; from wangen.generator.stopping import stop; signal.signal(signal.SIGINT, stop)\n"
     code += "import os; os.close(2)\ntry:\n    import slow\nexcept BaseException:\n    os._exit(9)"
-    assert subprocess.run([sys.executable, "-c", code], cwd=tmp_path).returncode == 1
+    assert subprocess.run([sys.executable, "-c", code], cwd=tmp_path).returncode == WAS_STOPPED
 
 
 def test_closed_standard_streams_are_not_the_next_files_that_are_opened(tmp_path):

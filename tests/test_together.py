@@ -22,7 +22,7 @@ from tiny_weights import write_tiny_wan
 from together import free_port, trained
 
 from wangen.generator.cli import main
-from wangen.generator.errors import UsageError
+from wangen.generator.errors import WAS_STOPPED, UsageError
 from wangen.generator.launch import COPIES, Launch, launch
 from wangen.generator.steps import Train
 from wangen.runtime.training import checkpoint
@@ -228,7 +228,7 @@ def test_a_process_that_fails_is_named_with_its_log(tiny_run: TinyRun, tmp_path:
     launcher = started(alone(options), tmp_path, len(losses(tmp_path)) + 5)
     os.kill(launcher.pid, signal.SIGINT)
     _, told = launcher.communicate(timeout=120)
-    assert launcher.returncode == 1
+    assert launcher.returncode == WAS_STOPPED
     assert "Nothing saved is lost" in told or "stopped" in told
 
 

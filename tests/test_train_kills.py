@@ -18,6 +18,7 @@ from killing import KILLED, forked
 from safetensors.torch import load_file, save_file
 from tiny import TinyRun, state_folder
 
+from wangen.generator.errors import WAS_STOPPED
 from wangen.generator.steps import Train
 from wangen.runtime import train
 from wangen.runtime.training import checkpoint
@@ -110,13 +111,13 @@ def test_a_run_killed_at_several_moments_ends_with_the_same_bytes(tiny_run, tmp_
 @pytest.mark.slow
 @pytest.mark.skipif(os.name == "nt", reason="signals are POSIX's")
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_ctrl_c_saves_the_state_and_exits_1_with_one_message(tiny_run, tmp_path, number):
+def test_ctrl_c_saves_the_state_and_exits_with_its_own_code_and_one_message(tiny_run, tmp_path, number):
     options = tiny_run.options(tmp_path, max_train_steps=4000, save_state_every_n_steps=3)
     process = spawn(options, subprocess.PIPE)
     wait_for_state(options, 3, process)
     process.send_signal(number)
     _, log = process.communicate(timeout=60)
-    assert process.returncode == 1
+    assert process.returncode == WAS_STOPPED
     assert "Traceback" not in log
     assert "run the same line again" in log
     states = sorted(state_folder(options).glob("step-*"))

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from wangen.generator.errors import WangenError
+from wangen.generator.errors import WAS_STOPPED, WangenError
 from wangen.generator.files import nearest_existing
 from wangen.generator.setup.hardware import Hardware, Version, look
 from wangen.generator.setup.installing import explain, run, say
@@ -82,7 +82,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return error.exit_code
     except KeyboardInterrupt:
         sys.stderr.write("wangen: stopped. Run this script again to go on.\n")
-        return 1
+        return WAS_STOPPED
     return 0
 
 

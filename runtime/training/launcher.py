@@ -22,7 +22,7 @@ from torch.distributed.elastic.rendezvous import RendezvousError
 from torch.distributed.launcher import api
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-from wangen.generator.errors import WRONG_USAGE, UsageError, WangenError, many
+from wangen.generator.errors import WAS_STOPPED, WRONG_USAGE, UsageError, WangenError, many
 from wangen.generator.launch import machines
 from wangen.generator.session import Report
 from wangen.generator.steps import CacheStep, Train
@@ -51,7 +51,7 @@ def train_together(options: Train) -> Report:
     Raises:
         UsageError: there are fewer GPUs, a launcher started copies, or no run can have these flags.
         WangenError: a process failed, and `--max_restarts` did not help, or machines did not find each other.
-        KeyboardInterrupt: it was stopped.
+        KeyboardInterrupt: it was stopped, or one of its processes was.
     """
     refuse_flags(options)
     number, num_nodes = num_processes(options), machines()
@@ -86,7 +86,7 @@ def encode_together(options: CacheStep) -> None:
     Raises:
         UsageError: there are fewer GPUs.
         WangenError: a process failed; what the others have encoded stays.
-        KeyboardInterrupt: it was stopped.
+        KeyboardInterrupt: it was stopped, or one of its processes was.
     """
     number = num_processes(options)
     folder = _beside(options.log_file) if options.log_file else (options.report_dir or options.dataset.parent)
@@ -107,7 +107,7 @@ def _run(step: Train | CacheStep, number: int, folder: Path, **how: Any) -> None
 
     Raises:
         ChildFailedError: one failed for the last time.
-        KeyboardInterrupt: this process was told to stop.
+        KeyboardInterrupt: this process was told to stop, or one of those that it started.
         RendezvousError, DistNetworkError: machines do not reach each other.
     """
     folder.mkdir(parents=True, exist_ok=True)
@@ -125,19 +125,26 @@ def _run(step: Train | CacheStep, number: int, folder: Path, **how: Any) -> None
         start(config, "-m", "wangen.runtime", *step.argv())
     except SignalException:
         raise KeyboardInterrupt from None
+    except ChildFailedError as error:
+        if error.get_first_failure()[1].exitcode == WAS_STOPPED:
+            raise KeyboardInterrupt from None
+        raise
 
 
 class _Agent(LocalElasticAgent):
-    """torch's, but it says when it starts the processes again, and a line that is wrong is not tried again: it would be
-    as wrong the next time.
+    """torch's, but it says when it starts the processes again, and what was stopped is not started again, nor a line
+    that is wrong: it would be as wrong the next time.
     """
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
         result: RunResult = super()._monitor_workers(worker_group)
-        if any(failure.exitcode == WRONG_USAGE for failure in result.failures.values()):
+        if not result.failures:
+            return result
+        rank, failure = min(result.failures.items(), key=lambda found: found[1].timestamp)
+        wrong = any(failure.exitcode == WRONG_USAGE for failure in result.failures.values())
+        if wrong or failure.exitcode == WAS_STOPPED:  # as the others are that lose one
             self._remaining_restarts = 0
-        elif result.failures and self._remaining_restarts:
-            rank, failure = min(result.failures.items(), key=lambda found: found[1].timestamp)
+        elif self._remaining_restarts:
             most = worker_group.spec.max_restarts
             log.warning("  process %d %s: all begin again from the last saved state (restart %d of %d)", rank,
                         _end_of(failure), most - self._remaining_restarts + 1, most)  # fmt: skip

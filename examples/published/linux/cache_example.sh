@@ -10,7 +10,7 @@
 # You may change the values of the knobs below: publishing again keeps them. Any other edit makes publishing
 # leave this file as it is and write the new text beside it as cache_example.sh.new.
 #
-# wangen-digest: eb53e419667b8a2777f0d08d48633baf
+# wangen-digest: 78101b4816738917ea368fb468ab1155
 # Typographic quotes in a path or prompt are no typing errors.
 # shellcheck disable=SC1112
 # An editor for Windows may have put a carriage return behind every line: behind the first of these two, and hidden
@@ -49,7 +49,7 @@ wg_stop() {
 WG_RUNNING='' WG_STOPPED='' WG_STEP=''
 wg_ended() {
   WG_RUNNING=''
-  [ -z "$WG_STOPPED" ] || wg_stop 1 'wangen: stopped. Nothing saved is lost: run this script again to go on.'
+  [ -z "$WG_STOPPED" ] || wg_stop 130 'wangen: stopped. Nothing saved is lost: run this script again to go on.'
 }
 trap 'WG_STOPPED=1; [ -n "$WG_RUNNING" ] || wg_ended' INT
 wg_told() { # Slurm tells all processes of a job at once

@@ -11,7 +11,7 @@
 # You may change the values of the knobs below: publishing again keeps them. Any other edit makes publishing
 # leave this file as it is and write the new text beside it as train_example.sh.new.
 #
-# wangen-digest: 38c6a01b17e1e092f5059c56058772e0
+# wangen-digest: 1a7cdb297fdf7317e7a9fa636edddbd9
 # Typographic quotes in a path or prompt are no typing errors.
 # shellcheck disable=SC1112
 # An editor for Windows may have put a carriage return behind every line: behind the first of these two, and hidden
@@ -80,7 +80,7 @@ wg_stop() {
 WG_RUNNING='' WG_STOPPED='' WG_STEP=''
 wg_ended() {
   WG_RUNNING=''
-  [ -z "$WG_STOPPED" ] || wg_stop 1 'wangen: stopped. Nothing saved is lost: run this script again to go on.'
+  [ -z "$WG_STOPPED" ] || wg_stop 130 'wangen: stopped. Nothing saved is lost: run this script again to go on.'
 }
 trap 'WG_STOPPED=1; [ -n "$WG_RUNNING" ] || wg_ended' INT
 wg_told() { # Slurm tells all processes of a job at once

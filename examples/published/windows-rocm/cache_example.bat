@@ -14,7 +14,7 @@ rem Python is taken from WANGEN_PYTHON (full path of python.exe), the virtual en
 rem You may change the values of the knobs below: publishing again keeps them. Any other edit makes publishing
 rem leave this file as it is and write the new text beside it as cache_example.bat.new.
 rem
-rem wangen-digest: bff0ce254eaac44184d4cefe55711765
+rem wangen-digest: 013cbc6eb2c5abbf3ca6970ae8c96f53
 chcp 65001 >nul 2>&1
 
 rem >>> knobs: letters, digits and . _ , + - only
@@ -180,7 +180,14 @@ if defined WG_ONLY echo wangen: cache_example step %WG_ONLY% finished.
 goto wg_end
 
 :wg_failed
+rem The first is what a stopped step ends with, the second what Windows gives to one that had just begun.
+if "%WG_RC%"=="130" goto wg_stopped
+if "%WG_RC%"=="-1073741510" goto wg_stopped
 echo wangen: step %WG_STEP% failed, exit code %WG_RC%; its message stands above. Mend it and run this script again.
+goto wg_end
+
+:wg_stopped
+echo wangen: step %WG_STEP% was stopped. Nothing saved is lost: run this script again to go on.
 goto wg_end
 
 :wg_noroot

@@ -11,7 +11,7 @@
 # You may change the values of the knobs below: publishing again keeps them. Any other edit makes publishing
 # leave this file as it is and write the new text beside it as cache_example.ps1.new.
 #
-# wangen-digest: cb1cfa279421b306bd67d382023af06e
+# wangen-digest: adfb446ebc5fd2eec396be91b7c2c92e
 Set-StrictMode -Version 2.0
 $ErrorActionPreference = 'Stop'
 $PSNativeCommandUseErrorActionPreference = $false
@@ -202,8 +202,13 @@ try {
   $env:WANGEN_SCRIPT = $WgWas[3]
   $env:WANGEN_SCRIPT_VERSION = $WgWas[4]
 }
-if ($WgCode -ne 0) {
+# The first is what a stopped step ends with, the second what Windows gives to one that had just begun.
+if (($WgCode -ne 0) -and (@('130', '-1073741510') -cnotcontains [string]$WgCode)) {
   Write-Host "wangen: step $WgStep failed (exit code $WgCode); its message stands above. Mend it and run this script again."
+  exit $WgCode
+}
+if ($WgCode -ne 0) {
+  Write-Host "wangen: step $WgStep was stopped. Nothing saved is lost: run this script again to go on."
   exit $WgCode
 }
 if ($WgOnly -eq '') { Write-Host 'wangen: cache_example finished.' }

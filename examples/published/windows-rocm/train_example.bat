@@ -15,7 +15,7 @@ rem Python is taken from WANGEN_PYTHON (full path of python.exe), the virtual en
 rem You may change the values of the knobs below: publishing again keeps them. Any other edit makes publishing
 rem leave this file as it is and write the new text beside it as train_example.bat.new.
 rem
-rem wangen-digest: 9765f5042e10472fd7e113bfc66d19cf
+rem wangen-digest: 1e02f360fa98da41bccc91294a09ddc5
 chcp 65001 >nul 2>&1
 
 rem >>> knobs: letters, digits and . _ , + - only
@@ -307,7 +307,14 @@ if defined WG_ONLY echo wangen: train_example step %WG_ONLY% finished.
 goto wg_end
 
 :wg_failed
+rem The first is what a stopped step ends with, the second what Windows gives to one that had just begun.
+if "%WG_RC%"=="130" goto wg_stopped
+if "%WG_RC%"=="-1073741510" goto wg_stopped
 echo wangen: step %WG_STEP% failed, exit code %WG_RC%; its message stands above. Mend it and run this script again.
+goto wg_end
+
+:wg_stopped
+echo wangen: step %WG_STEP% was stopped. Nothing saved is lost: run this script again to go on.
 goto wg_end
 
 :wg_noroot
