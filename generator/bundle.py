@@ -77,7 +77,8 @@ DTYPES: Mapping[str, Mapping[str, Any]] = {
     "rocm": {"vae_dtype": "float32", "t5_dtype": "bfloat16", "clip_dtype": "float16", "num_workers": 1},
     "cpu": {"vae_dtype": "float32", "t5_dtype": "float32", "clip_dtype": "float32", "num_workers": 4},
 }
-"""By accelerator how the encoders work, where no profile says otherwise; as `devices` chooses for itself."""
+"""By accelerator how the encoders work, where no profile says otherwise; as `devices` chooses for itself on cards from
+compute capability 7 on (RTX 20). On older ones, which compute float16 slowly, it would take float32."""
 
 
 def toml_name(slug: str, target: Target) -> str:

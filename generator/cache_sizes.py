@@ -1,7 +1,13 @@
 """What cache entries take on the disk, before they are made: from sizes in pixels, frames and words."""
 
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
 from math import prod
+from pathlib import Path
+from typing import Any
 
+from wangen.generator.dataset import Item
+from wangen.generator.table import Step
 from wangen.generator.weight_counts import CLIP_DIM, CLIP_TOKENS, QWEN_TEXT_DIM, UMT5_DIM
 from wangen.profiles import Model
 
@@ -11,8 +17,37 @@ CLIP_NUMBERS = CLIP_TOKENS * CLIP_DIM
 UMT5_MAX_ROWS = 512
 """To which the libraries' own forward pass pads a text."""
 
-HEADER_BYTES = 1500
+HEADER_BYTES = 600
 """Of an entry's file beside its numbers: what was encoded, and how."""
+
+
+@dataclass(frozen=True)
+class Encoding:
+    """How the cache is made.
+
+    Attributes:
+        vae_dtype: precision of latents.
+        t5_dtype: precision of texts.
+        clip_dtype: precision of CLIP's views.
+        text_width: numbers of a row of a text's embedding; None for those of the model's own text encoder.
+    """
+
+    vae_dtype: str = "float16"
+    t5_dtype: str = "bfloat16"
+    clip_dtype: str = "float16"
+    text_width: int | None = None
+
+
+def encoding_of(steps: Iterable[Step], unsaid: Encoding) -> Encoding:
+    """How the steps of a script make the cache; in a precision that none of them says as `unsaid` has it."""
+    precisions = ("vae_dtype", "t5_dtype", "clip_dtype")
+    said: dict[str, Any] = {name: flag for step in steps for name in precisions if (flag := getattr(step, name, ""))}
+    return replace(unsaid, **said)
+
+
+def asked_texts(item: Item) -> tuple[str, ...]:
+    """What the text encoder is given for an item: the empty prompt, too, which dropout and guidance ask for."""
+    return *item.captions, ""
 
 
 def tokens_of_words(text: str) -> int:
@@ -61,3 +96,30 @@ def text_bytes(model: Model, caption: str, dtype: str, num_controls: int, width:
     """About the bytes of a caption's embedding; `width` of its rows where it is not the model's own."""
     width = width or (UMT5_DIM if model.prompt is None else QWEN_TEXT_DIM)
     return text_rows(model, caption, num_controls) * width * width_of(dtype)
+
+
+def sample_bytes(
+    item: Item,
+    size: tuple[int, int],
+    num_frames: int,
+    model: Model,
+    encoding: Encoding,
+    control_size: tuple[int, int] | None = None,
+) -> int:
+    """Of a sample's latents, conditions and mask; sizes are (width, height), None: the control images' is the same."""
+    own = latent_bytes(model, size, num_frames, encoding.vae_dtype) + HEADER_BYTES
+    control = latent_bytes(model, control_size or size, num_frames, encoding.vae_dtype) + HEADER_BYTES
+    total = own * (2 if model.condition == "image" else 1) + control * len(item.controls)
+    if model.has_clip:
+        total += CLIP_NUMBERS * width_of(encoding.clip_dtype) + HEADER_BYTES
+    return total + (mask_bytes(model, size, num_frames) + HEADER_BYTES if item.mask else 0)
+
+
+def cached_bytes(folder: Path) -> int:
+    """Of the entries in a cache folder and of its packs.
+
+    Raises:
+        OSError: it cannot be looked at.
+    """
+    found = (path for pattern in ("*.safetensors", "packs/*.tar") for path in folder.glob(pattern))
+    return sum(path.stat().st_size for path in found if path.is_file())

@@ -104,7 +104,7 @@ class Gpu:
 
     @property
     def as_named(self) -> str:
-        """How a user names it, which `named` understands."""
+        """How a user names it; of one that `named` gave, it understands this."""
         size = f"{self.memory / GIB:.0f}GB"
         return size if self.card is None else f"{self.name} {size}"
 

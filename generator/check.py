@@ -13,7 +13,7 @@ from pathlib import Path, PurePosixPath
 from wangen import profiles
 from wangen.generator import experts, kinds, scripts
 from wangen.generator.bundle import is_called
-from wangen.generator.cache_sizes import latent_bytes, text_bytes
+from wangen.generator.cache_sizes import Encoding, asked_texts, cached_bytes, encoding_of, sample_bytes, text_bytes
 from wangen.generator.dataset import Item, media_of, read_facts
 from wangen.generator.edit_tasks import task_warning
 from wangen.generator.errors import WangenError, many
@@ -35,6 +35,9 @@ from wangen.generator.vae_twins import twin_warning
 from wangen.profiles import Weights
 
 log = logging.getLogger("wangen")
+
+UNSAID = Encoding(vae_dtype="float32", clip_dtype="float32")
+"""How the cache is made where the caching steps leave that to the machine, at most."""
 
 _Placed = tuple[str, Step | WangenError]
 """Where a step stands in a script, and the step, or what is wrong with its line."""
@@ -61,7 +64,7 @@ def run(options: Check) -> Report:
     """
     entries = read_dataset(options.dataset, options.resolution)
     unset, steps = _own_script()
-    seen = examine(without_idle(options, [step for _, step in steps]), entries)
+    seen = examine(without_idle(options, [step for _, step in steps]), entries, [step for _, step in steps])
     findings = [*unset, *_refused(steps, seen), *seen.findings]
     will_cache = any(isinstance(step, CacheStep) for _, step in steps)
     if will_cache and not findings and any(_is_empty(entry.cache_directory) for entry in entries):
@@ -178,9 +181,16 @@ class Examined:
         return f"{many(self.num_images, 'image')} and {many(self.num_clips, 'clip')} with captions{each}"
 
 
-def examine(options: Check, entries: Sequence[DatasetEntry]) -> Examined:
-    """Look at the blocks of a dataset and at the files and folders that the options name, as this host sees them."""
-    surveys = [_survey(entry, profiles.model(options.task)) for entry in entries]
+def examine(options: Check, entries: Sequence[DatasetEntry], steps: Iterable[Step | WangenError] = ()) -> Examined:
+    """Look at the blocks of a dataset and at the files and folders that the options name, as this host sees them.
+
+    Args:
+        options: of the step.
+        entries: the blocks.
+        steps: of the script that runs this one; they say how the cache is made.
+    """
+    encoding = encoding_of((step for step in steps if isinstance(step, Step)), UNSAID)
+    surveys = [_survey(entry, profiles.model(options.task), encoding) for entry in entries]
     findings = [finding for survey in surveys for finding in survey.findings]
     to_cache = _to_cache(surveys)
     findings += [*_weights(options), *_read_later(options), *_folders(options, surveys), *_room(to_cache)]
@@ -225,7 +235,7 @@ class _Survey:
     findings: list[Finding] = field(default_factory=list)
 
 
-def _survey(entry: DatasetEntry, model: profiles.Model) -> _Survey:
+def _survey(entry: DatasetEntry, model: profiles.Model, encoding: Encoding) -> _Survey:
     survey, fps = _Survey(entry), model.fps
     for path in entry.folders:
         if is_foreign(path.as_posix(), machine_of(host_platform_name())):
@@ -253,7 +263,7 @@ def _survey(entry: DatasetEntry, model: profiles.Model) -> _Survey:
             survey.findings += [Finding(str(item.path), *short)] if short else []
         survey.num_samples += len(clips)
         survey.findings += _misfits(item, entry, fps)
-        survey.cache_bytes += _cache_bytes(item, entry, [count for _, count in clips], model)
+        survey.cache_bytes += _cache_bytes(item, entry, [count for _, count in clips], model, encoding)
     return survey
 
 
@@ -268,16 +278,15 @@ def _misfits(item: Item, entry: DatasetEntry, fps: int) -> Iterator[Finding]:
             yield Finding(str(path), *wrong)
 
 
-def _cache_bytes(item: Item, entry: DatasetEntry, counts: Sequence[int], model: profiles.Model) -> int:
-    """About what an item's entries take, latents in float32 and texts in 16 bits; `counts`: frames of its clips.
-
-    A language model that is shown control images is asked for the empty prompt of each item, too.
-    """
-    areas = (entry.resolution, *[entry.control_resolution or entry.resolution] * len(item.controls))
-    latents = sum(latent_bytes(model, area, count, "float32") for area in areas for count in counts)
-    shown = ("",) if model.prompt and model.prompt.picture else ()
-    texts = (text_bytes(model, caption, "bfloat16", len(item.controls)) for caption in (*item.captions, *shown))
-    return latents + sum(texts)
+def _cache_bytes(
+    item: Item, entry: DatasetEntry, counts: Sequence[int], model: profiles.Model, encoding: Encoding
+) -> int:
+    """About what an item's entries take; `counts`: frames of its clips."""
+    area, control = entry.resolution, entry.control_resolution
+    latents = sum(sample_bytes(item, area, count, model, encoding, control) for count in counts)
+    return latents + sum(
+        text_bytes(model, caption, encoding.t5_dtype, len(item.controls)) for caption in asked_texts(item)
+    )
 
 
 def _folders(options: Check, surveys: list[_Survey]) -> Iterator[Finding]:
@@ -308,7 +317,7 @@ def _to_cache(surveys: Iterable[_Survey]) -> dict[Path, int]:
         need[survey.entry.cache_directory.resolve()] += survey.cache_bytes
     for folder in need:
         with suppress(OSError):  # a folder that cannot be read is named by `_writable`, or holds nothing that matters
-            need[folder] -= sum(path.stat().st_size for path in folder.glob("*.safetensors"))
+            need[folder] -= cached_bytes(folder)
     return {folder: max(0, num_bytes) for folder, num_bytes in need.items()}
 
 

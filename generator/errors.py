@@ -15,7 +15,7 @@ WAS_STOPPED = 130
 class WangenError(Exception):
     """A problem in words: what was found, where, and what to do.
 
-    Raised anywhere, caught at one edge (`cli.main` and `runtime.session`), where it becomes one message
+    Raised anywhere, caught at one edge (`cli.main` and `session`), where it becomes one message
     and the exit code.
 
     Args:

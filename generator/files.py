@@ -1,6 +1,7 @@
 """Files that are whole or absent, and patience with Windows around replace and delete."""
 
 import errno
+import filecmp
 import os
 import re
 import secrets
@@ -22,13 +23,23 @@ LONG_PAUSES_S = (1.5, 3.0, 5.0, 10.0, 10.0)
 """After these, for what a run of hours would end by; a scanner that reads a file keeps the folder around it, too."""
 
 ABANDONED_S = 3600.0
-"""A temporary file of another machine that nobody has written to for so long was left by a writer that was killed."""
+"""A temporary file that nobody has written to for so long was left by a writer that was killed, wherever that was."""
 
 _NAME_CHARACTERS = 40
 """So many of a file's name stand in that of its temporary file, which must not be too long."""
 
 _WHOSE = re.compile(r"\..*-(?P<machine>[0-9a-f]{8})(?P<pid>[0-9a-f]{8})(?P<random>[0-9a-f]{8})?\.tmp")
 """Of every temporary file; in an older version's names the last part was absent."""
+
+
+def same_bytes(one: Path, other: Path) -> bool:
+    """Whether two files hold the same, read now, to the first difference.
+
+    Raises:
+        OSError: one cannot be read.
+    """
+    filecmp.clear_cache()  # it takes a file of the same size and time for unchanged
+    return filecmp.cmp(one, other, shallow=False)
 
 
 def special(path: Path) -> str:

@@ -6,6 +6,7 @@ Standard library only, milliseconds per file, nothing executed. What the file is
 import hashlib
 import json
 import re
+import sys
 from contextlib import suppress
 from pathlib import Path, PurePosixPath, PureWindowsPath
 from typing import Any
@@ -16,6 +17,7 @@ from wangen.generator.formats import DOWNLOAD_AGAIN, Header, TensorInfo, quoted
 from wangen.generator.formats.one_file import fingerprint, read_file
 from wangen.generator.formats.strict_json import parse_json
 from wangen.generator.header_keys import FORMAT
+from wangen.generator.install import install_line
 
 SHARD = re.compile(r"(?P<stem>.+)-(?P<index>\d{5})-of-(?P<count>\d{5})\.(?P<ending>safetensors|gguf|bin|pth|pt)")
 INDEX = re.compile(r"(?P<stem>.+)\.safetensors\.index(\.(?P<variant>\w+))?\.json")
@@ -81,8 +83,11 @@ def require_known_format(header: Header, path: Path) -> None:
     """
     found = header.metadata.get(FORMAT, WEIGHTS_FORMAT)
     if found != WEIGHTS_FORMAT:
-        raise WangenError(f"these weights are of the format {found[:40]}, this version reads {WEIGHTS_FORMAT}",
-                          where=str(path), cure="update wangen: pip install --upgrade wangen")  # fmt: skip
+        raise WangenError(
+            f"these weights are of the format {found[:40]}, this version reads {WEIGHTS_FORMAT}",
+            where=str(path),
+            cure=f"update the clone of wangen, then {install_line(sys.executable)}",
+        )
 
 
 def shards(path: Path, flag: str = "") -> list[Path]:

@@ -25,6 +25,7 @@ from typing import Any
 
 from wangen.generator.dataset import (
     CAPTION,
+    NO_CAPTION,
     BadItemError,
     Item,
     Media,
@@ -299,12 +300,12 @@ def _captions(
         except FileNotFoundError:
             if bare:
                 return (), manifest
-            raise _LineError("has no caption", f'write "caption": "…", or {origin.name} beside the file') from None
+            raise _LineError(NO_CAPTION, f'write "caption": "…", or {origin.name} beside the file') from None
         except BadItemError as bad:
             raise _LineError(f"{bad.problem.path.name} {bad.problem.found}", bad.problem.cure) from None
     texts: list[Any] = raw if isinstance(raw, list) else [raw]
     if not texts:
-        raise _LineError("has no caption", 'write "caption": "…", or a list of them')
+        raise _LineError(NO_CAPTION, 'write "caption": "…", or a list of them')
     if not all(isinstance(text, str) for text in texts):
         raise _LineError(f"caption must be a text or a list of texts, got {json.dumps(raw)[:40]}")
     if texts == [""] and empty:

@@ -9,6 +9,7 @@ from wangen.generator.dataset import IMAGE_SUFFIXES, VIDEO_SUFFIXES
 from wangen.generator.errors import UsageError
 from wangen.generator.experts import ORDER, choose_boundary
 from wangen.generator.generate_step import SMOKE_SAMPLING_STEPS
+from wangen.generator.run_folder import VIDEOS
 from wangen.generator.steps import Evaluate, Generate
 from wangen.generator.toml_values import color
 from wangen.generator.train_refusals import MAX_VALIDATION_TIMESTEPS, choose_condition_frames, require_seed
@@ -32,7 +33,6 @@ HIGH_NOISE_FLAGS = (
     "dit_high_noise", "lora_weight_high_noise", "lora_multiplier_high_noise", "guidance_scale_high_noise",
 )  # fmt: skip
 
-VIDEOS = "videos"
 """The folder in which `evaluate` puts its videos."""
 
 

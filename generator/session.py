@@ -281,9 +281,14 @@ def _now() -> str:
     return time.strftime("%Y-%m-%dT%H:%M:%S%z")
 
 
+def report_name(command: str) -> str:
+    """The pattern of a step's report files: of the whole, and of the parts of its work (`--shard`)."""
+    return rf"{command}(-\d+(-of-\d+)?)?{re.escape(REPORT)}"
+
+
 def report_files(folder: Path, command: str) -> list[Path]:
-    """The reports of a step in a folder: of the whole, and of the parts of its work (`--shard`), the newest first."""
-    named = re.compile(rf"{command}(-\d+(-of-\d+)?)?{re.escape(REPORT)}")
+    """The reports of a step in a folder, the newest first."""
+    named = re.compile(report_name(command))
     found = [path for path in folder.glob(f"{command}*{REPORT}") if named.fullmatch(path.name) and path.is_file()]
     return sorted(found, key=lambda path: path.stat().st_mtime_ns, reverse=True)
 

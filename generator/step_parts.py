@@ -60,10 +60,10 @@ FP8_T5 = "hold the text encoder in 8 bits: half the memory of bfloat16, and embe
 def of_try(lora: Path) -> Path:
     """Where a try finds a LoRA: a file as it is named, of a training run's folder the one that a try has made.
 
-    >>> of_try(Path("outputs/wan2.1_cats")).as_posix(), of_try(Path("cats.safetensors")).as_posix()
-    ('outputs/wan2.1_cats/smoke', 'cats.safetensors')
+    >>> of_try(Path("outputs/wan2.1_cats")).as_posix(), of_try(Path("Cats.SAFETENSORS")).as_posix()
+    ('outputs/wan2.1_cats/smoke', 'Cats.SAFETENSORS')
     """
-    return lora if lora.suffix in (".safetensors", ".pt", ".pth", ".ckpt", ".bin") else lora / SMOKE
+    return lora if lora.suffix.lower() in (".safetensors", ".pt", ".pth", ".ckpt", ".bin") else lora / SMOKE
 
 
 def require_try(path: Path, flag: str) -> None:

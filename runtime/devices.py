@@ -57,7 +57,8 @@ def choose_device(name: str | None, number: int = 0) -> torch.device:
         reason = str(error).splitlines()[0]
         if "CUDA driver error" in reason:  # as of virtual GPUs, which have no segments that expand
             raise UsageError(f"the GPU gives no memory: {reason}", cure=f"set {GPU_SETTING}={WHOLE}") from None
-        raise UsageError(f"--device {name}: {reason}", cure="leave --device out or give cpu") from None
+        found, other = (f"--device {name}", "leave --device out or give") if name else ("the GPU", "give --device")
+        raise UsageError(f"{found}: {reason}", cure=f"{other} cpu") from None
     return device
 
 

@@ -18,8 +18,9 @@ import torch
 from wangen import profiles
 from wangen.generator import headers
 from wangen.generator.errors import UsageError, WangenError, many
+from wangen.generator.run_folder import EVALUATION, FIRST_FRAMES, LOSSES, VIDEOS
 from wangen.generator.sample_prompts import SamplePrompt
-from wangen.generator.sampling_refusals import VIDEOS, as_generate, refuse_judging
+from wangen.generator.sampling_refusals import as_generate, refuse_judging
 from wangen.generator.session import Report
 from wangen.generator.steps import Evaluate, Generate, Train
 from wangen.generator.tasks import require_supported
@@ -46,7 +47,7 @@ from wangen.runtime.evaluation.tables import (
 from wangen.runtime.evaluation.trained import Seen, given_frames, said_of, seen_sources
 from wangen.runtime.evaluation.videos import describe, make, plan_videos, usual_motion, with_loras
 from wangen.runtime.evaluation.warnings import forgotten, warnings_of
-from wangen.runtime.evaluation_file import BASE, FILE, Evaluation, Memorisation, Row, Video, write_evaluation
+from wangen.runtime.evaluation_file import BASE, Evaluation, Memorisation, Row, Video, write_evaluation
 from wangen.runtime.fast.attention import choose_kernel
 from wangen.runtime.loader import CachedSample, find_entries, latent_of
 from wangen.runtime.models import Family, family
@@ -64,7 +65,6 @@ from wangen.runtime.training.validation import Losses
 
 log = logging.getLogger("wangen")
 
-LOSSES, FRAMES = "losses", "first_frames"
 SMOKE_TIMESTEPS, SMOKE_PROMPTS = 2, 1
 NOT_TRAINED_ON = "a dataset that was not trained on, without --validation_items"
 
@@ -154,7 +154,7 @@ def run(options: Evaluate) -> Report:
     if judged.forgetting:
         said += forgotten(ranked[0].name, found["forgetting"], independent(judged.forgetting))
     evaluation = replace(evaluation, warnings=tuple(said))
-    write_evaluation(evaluation, options.output_dir / FILE)
+    write_evaluation(evaluation, options.output_dir / EVALUATION)
     return _report(judged, evaluation, made)
 
 
@@ -208,7 +208,7 @@ def _prepare(options: Evaluate) -> Judged:
     if not options.num_videos:
         return judged
     limit = SMOKE_PROMPTS if options.smoke else options.num_prompts
-    prompts = choose_prompts(sampling, model, judged.held_out, limit, options.output_dir / FRAMES)
+    prompts = choose_prompts(sampling, model, judged.held_out, limit, options.output_dir / FIRST_FRAMES)
     return replace(judged, prompts=prompts[:SMOKE_PROMPTS] if options.smoke else prompts)
 
 
@@ -322,7 +322,7 @@ def _report(judged: Judged, evaluation: Evaluation, made: int) -> Report:
     interval = best.interval(evaluation.confidence)
     losses = f"held-out loss {best.mean_loss:.5f}, base {evaluation.mean_base:.5f} ({best.delta:+.5f}, {interval})"
     (lora,) = (one for one in judged.candidates if one.name == best.name)
-    file = own.output_dir / FILE
+    file = own.output_dir / EVALUATION
     return Report(
         folder=own.output_dir,
         summary=f"{best.name} is the best of {many(len(evaluation.checkpoints), 'checkpoint')}: {losses}: {file}",

@@ -17,7 +17,6 @@ from typing import Any
 from wangen.generator.errors import WangenError, unreadable
 from wangen.generator.files import write_text
 
-FILE = "evaluation.json"
 BASE = "base"
 """What the model without any LoRA is called among a video's files."""
 

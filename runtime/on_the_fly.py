@@ -309,7 +309,9 @@ def _text_step(options: Train, model: Model, samples: Sequence[Sample]) -> Cache
 
 def _asked_by(options: Train) -> str:
     """The flag for whose sake something is encoded."""
-    return "--cache_latents" if options.cache_mode == "cached" else f"--cache_mode {options.cache_mode}"
+    if options.cache_mode != "cached":
+        return f"--cache_mode {options.cache_mode}"
+    return "--cache_latents" if options.cache_latents else "--cache_latents_to_disk"
 
 
 def _dtype_before(options: Train, samples: Sequence[Sample], kind: Kind, identity: str) -> str | None:

@@ -245,7 +245,7 @@ def _refused(problems: Sequence[Problem], dataset_config: Path) -> WangenError:
     """Everything that is wrong, each thing once, counted and named; blocks that share a folder find the same."""
     unique = list(dict.fromkeys(problems))
     tally = {
-        "without a caption": sum(problem.found == NO_CAPTION for problem in unique),
+        "without a caption": sum(problem.found.endswith(NO_CAPTION) for problem in unique),
         "too short": sum(problem.found.endswith(TOO_SHORT) for problem in unique),
     }
     kinds = ", ".join(f"{number} {what}" for what, number in tally.items() if number)

@@ -12,6 +12,7 @@ import pytest
 from killing import KILLED, beside, end_of, fork, forked
 from tiny import TinyRun
 
+from wangen.generator.errors import WAS_STOPPED
 from wangen.generator.lock import LEASE_S, Owner, this_process
 from wangen.generator.processes import here
 from wangen.generator.session import execute
@@ -168,7 +169,7 @@ def test_a_process_that_trains_is_seen_from_outside(tiny_run: TinyRun, tmp_path)
         time.sleep(0.01)
     owner = Owner.parse(path.read_text())
     psutil.Process(child).terminate()
-    assert end_of(child) == 1
+    assert end_of(child) == WAS_STOPPED
     assert owner
     assert owner.step[0] == child
     assert not path.exists()

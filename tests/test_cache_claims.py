@@ -253,9 +253,10 @@ def test_what_dead_writers_left_is_removed_and_only_that(tmp_path: Path, dead: A
     left = mine.replace(f"{os.getpid():08x}", f"{dead[0]:08x}")
     elsewhere = f".{KEY}-{'0' * 16}{'1' * 8}.tmp"
     claims_left = [left.replace(KEY, f".claim-{KEY}"), left.replace(KEY, f".claim-{KEY}-{'a' * 16}")]
-    for name in (mine, left, *claims_left, elsewhere, ".document.tmp", ".claim-mine"):
+    reports_left = [left.replace(KEY, f"cache_{part}.report.json") for part in ("latents-3", "text-2-of-8", "text")]
+    for name in (mine, left, *claims_left, *reports_left, elsewhere, ".document.tmp", ".claim-mine"):
         (tmp_path / name).write_bytes(b"half")
-    assert sweep(tmp_path) == 5
+    assert sweep(tmp_path) == 8
     stays = {f".claim-{other}", mine, elsewhere, ".document.tmp", ".claim-mine"}
     assert hidden(tmp_path) == stays
     for name in stays:

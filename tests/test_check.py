@@ -280,9 +280,10 @@ def test_a_disk_with_too_little_room(good, tmp_path, small_disk):
     assert found.startswith(str(tmp_path / "cache"))
 
 
-def test_what_is_in_the_cache_already_needs_no_room(good, tmp_path, small_disk):
-    (tmp_path / "cache").mkdir()
-    with (tmp_path / "cache" / "x.safetensors").open("wb") as file:
+@pytest.mark.parametrize("name", ["x.safetensors", "packs/x.tar"])
+def test_what_is_in_the_cache_already_needs_no_room(good, tmp_path, small_disk, name):
+    (tmp_path / "cache" / "packs").mkdir(parents=True)
+    with (tmp_path / "cache" / name).open("wb") as file:
         file.truncate(2**30)  # sparse
     assert problems(good) == []
 

@@ -16,7 +16,7 @@ from tiny_weights import write_tiny_wan
 
 from wangen import profiles
 from wangen.generator.cli import main
-from wangen.generator.errors import WangenError
+from wangen.generator.errors import WAS_STOPPED, WangenError
 from wangen.generator.steps import Train
 from wangen.runtime import encoding
 from wangen.runtime.cache import Folder
@@ -276,7 +276,7 @@ def test_a_run_that_was_killed_before_it_wrote_counts_as_the_last(bundle: Bundle
         raise KeyboardInterrupt
 
     monkeypatch.setattr(encoding, "encode", stop)
-    assert main(bundle.latents_line("--vae_dtype", "bfloat16")) == 1
+    assert main(bundle.latents_line("--vae_dtype", "bfloat16")) == WAS_STOPPED
     with pytest.raises(WangenError, match="encoded in float32, wanted in bfloat16"):
         trained_dtypes(bundle)
 

@@ -46,6 +46,7 @@ OURS = {
     },
     "checkpoints": {
         "outputs/cats/cats-state/newest": b"step-00000010",
+        "outputs/cats/cats-state/begun_anew": b"",
         "outputs/cats/cats-state/step-00000010/state.json": b"{}",
         "outputs/cats/cats-state/step-00000010/adapter.safetensors": tensors(),
         "outputs/cats/cats-state/step-00000010/optimizer.safetensors": tensors(),
@@ -85,6 +86,11 @@ OURS = {
         "outputs/cats/cache_text-2-of-8.report.json": b'{"step": "cache_text"}',
         "outputs/cats/cache_text-3.report.json": b'{"step": "cache_text"}',
         "outputs/cats/smoke/train.report.json": b'{"step": "train"}',
+        "outputs/cats/logs/ab12_3f/attempt_0/0/stderr.log": b"x",
+        "outputs/cats/first_frames/0123456789abcdef0123.png": b"x",
+        "outputs/cats/trace/.steps-3-5.json.gz.tmp.json.gz": b"x",
+        "logs/cats/node1/ab12_3f/attempt_1/7/stdout.log": b"x",
+        "logs/cats/ab12_3f/attempt_0/1/stderr.log": b"x",
         "outputs/cats/logs/cats/events.out.tfevents.1.host": b"x",
         "outputs/cats/logs/cats.wandb-run": b"1a2b3c4d",
         "outputs/cats/logs/cats_high_noise.mlflow-run": b"1a2b3c4d",
@@ -106,6 +112,9 @@ THEIRS = {
     "outputs/cats/smoke/metrics.jsonl": b"mine",
     "outputs/cats/samples/sample.mp4": b"mine",
     "outputs/cats/trace/notes.json": b"mine",
+    "outputs/cats/first_frames/mine.png": b"mine",
+    "outputs/cats/logs/ab12_3f/attempt_0/0/notes.txt": b"mine",
+    "logs/cats/notes.log": b"mine",
     "outputs/cats/cats-000001.safetensors": tensors(format="pt"),
     "outputs/cats/cats-state/step-00000010/notes.txt": b"mine",
     "outputs/cats/cats-state/mine/state.json": b"{}",
@@ -152,7 +161,7 @@ def test_without_a_part_it_shows_and_removes_nothing(place, capsys):
     assert read_tree(place) == before
     rows = {line.split()[0]: line.split() for line in capsys.readouterr().out.splitlines() if " files " in line}
     assert {part: int(row[1]) for part, row in rows.items()} == {
-        "bundle": 10, "caches": 12, "checkpoints": 16, "outputs": 26,
+        "bundle": 10, "caches": 12, "checkpoints": 17, "outputs": 31,
     }  # fmt: skip
     assert " ".join(rows["outputs"][3:5]) == bytes_text(sum(map(len, OURS["outputs"].values())))
 

@@ -88,6 +88,14 @@ def test_a_device_that_is_not_there_is_named():
             choose_device(name)
 
 
+def test_a_gpu_that_nobody_asked_for_by_name_is_not_called_a_wrong_flag(monkeypatch: pytest.MonkeyPatch):
+    """There is one, and it does not answer."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    with pytest.raises(UsageError, match=r"^the GPU: ") as error:
+        choose_device(None)
+    assert error.value.cure == "give --device cpu"
+
+
 class Transformer:
     def set_attention_backend(self, name: str) -> None:
         self.backend = name

@@ -82,13 +82,14 @@ def test_only_what_is_missing_is_encoded(run: TinyRun, tmp_path: Path, monkeypat
     assert [type(cached.texts[0]).__name__ for cached in samples] == ["Held"] * 3
 
 
+@pytest.mark.parametrize("asks", ["cache_latents", "cache_latents_to_disk"])
 @pytest.mark.parametrize("flag", ["vae", "t5"])
 def test_without_the_weights_to_encode_with_it_says_which_flag_before_it_encodes(
-    run: TinyRun, tmp_path: Path, flag: str, monkeypatch: pytest.MonkeyPatch
+    run: TinyRun, tmp_path: Path, flag: str, asks: str, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setattr(WAN, "load_latent_encoder", lambda *_words, **_names: pytest.fail("the VAE was loaded"))
-    given = options(run, tmp_path, dataset_config=without_cache(run, tmp_path), cache_latents=True, **{flag: None})
-    with pytest.raises(UsageError, match=f"--cache_latents needs --{flag}"):
+    given = options(run, tmp_path, dataset_config=without_cache(run, tmp_path), **{asks: True, flag: None})
+    with pytest.raises(UsageError, match=f"--{asks} needs --{flag}"):
         train.run(given)
 
 

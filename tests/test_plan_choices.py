@@ -4,14 +4,13 @@ import json
 import re
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 from helpers import make_image
 
 from wangen import profiles
 from wangen.generator import cards
-from wangen.generator.cache_sizes import CLIP_NUMBERS, HEADER_BYTES, latent_bytes, text_rows
+from wangen.generator.cache_sizes import CLIP_NUMBERS, HEADER_BYTES, latent_bytes, text_bytes, text_rows
 from wangen.generator.cards import find_card, named
 from wangen.generator.errors import UsageError
 from wangen.generator.launch import Launch
@@ -32,7 +31,6 @@ from wangen.generator.plan import gpus
 from wangen.generator.plan.cures import find_cure
 from wangen.generator.plan.earlier import _MATTERS, measured
 from wangen.generator.plan.estimate import batch_seconds, memory_tokens, plan_run, shape_flops, tokens_of_a_step
-from wangen.generator.plan.planning import _surveyed
 from wangen.generator.plan.saves import most_bytes, num_kept, saved_bytes
 from wangen.generator.plan.shapes import Encoding, Shape, Survey, nominal, survey
 from wangen.generator.plan.text import _table
@@ -224,6 +222,11 @@ def test_what_an_earlier_run_measured_counts_where_nothing_else_decides_its_spee
     assert found(learning_rate=0.5)
     assert not [name for name in _MATTERS if found(**{name: "other"})]
     assert {"network_args", "network_dropout", "blocks_to_swap", "pack", "gpus", "parallel"} <= {*_MATTERS}
+    for way in ({"lr_warmup_steps": 5}, {"save_every_n_steps": 5}, {"sample_at_first": True}, {"seed": 5}):
+        assert found(**way)
+    for way in ({"optimizer_type": "Adafactor"}, {"ema_decay": 0.9}, {"cuda_graphs": False}, {"split_attn": True},
+                {"exclude_patterns": ["x"]}, {"offload_inactive_dit": False}, {"rslora": True}):  # fmt: skip
+        assert not found(**way), way
 
 
 def test_what_is_saved_on_the_way_takes_at_most_what_its_flags_keep():
@@ -288,13 +291,8 @@ def test_a_text_that_two_items_share_counts_twice_in_the_mean_and_lies_there_onc
     own, clip = latent_bytes(BIG, size, 1, "float16") + HEADER_BYTES, 2 * CLIP_NUMBERS + HEADER_BYTES
     image = survey(read_dataset(tmp_path / "a.toml", "all"), profiles.model("i2v-14B"), Encoding())
     assert image.cache_bytes - found.cache_bytes == 3 * (own + clip), "a condition is as large as a latent"
-    for flag, more in (("seed", False), ("caption_dropout", True), ("validation_items", True),
-                       ("sample_continuations", True)):  # fmt: skip
-        bytes_of = _surveyed(
-            SimpleNamespace(step=lambda _kind: None), options(**{flag: 1}), read_dataset(tmp_path / "a.toml", "all"),
-            BIG, [],
-        ).cache_bytes  # fmt: skip
-        assert (bytes_of > found.cache_bytes) == more, "the empty prompt is an entry, too"
+    texts = [text_bytes(BIG, words, "bfloat16", 0) for words in ("", "a cat", "a cat with a hat that sits on a wall")]
+    assert found.cache_bytes == 3 * own + sum(texts) + 3 * HEADER_BYTES, "the empty prompt is an entry, too"
 
 
 def test_a_survey_by_settings_has_one_sample_of_each_block(tmp_path: Path):
@@ -308,6 +306,12 @@ def test_a_survey_by_settings_has_one_sample_of_each_block(tmp_path: Path):
     found = nominal(read_dataset(tmp_path / "a.toml", "all"))
     assert dict(found.uses) == {Shape((832, 480), frames, batch_size=4): 1 for frames in (1, 81)}, "the longest"
     assert not found.exact
+    (tmp_path / "a.toml").write_text(
+        "[general]\nresolution = [832, 480]\n[[datasets]]\nvideo_directory = '.'\ncache_directory = 'v'\n"
+        "frame_extraction = 'full'\nmax_frames = 83\n",
+        encoding="utf-8",
+    )
+    assert dict(nominal(read_dataset(tmp_path / "a.toml", "all")).uses) == {Shape((832, 480), 81): 1}
 
 
 # ---- cards ---------------------------------------------------------------------------------------------------------

@@ -15,7 +15,7 @@ from helpers import image_bytes, read_tree, write_tree
 
 from wangen.generator import lock, workspace
 from wangen.generator.cli import main
-from wangen.generator.errors import WangenError
+from wangen.generator.errors import WAS_STOPPED, WangenError
 from wangen.generator.publish import layout, manifest
 
 TOML = 'resolution = [64, 64]\nnum_frames = 17\nplatforms = ["linux"]\n'
@@ -353,8 +353,10 @@ def test_choices_of_two_publishes_at_once_are_both_remembered(place, monkeypatch
 # ---- a disk that is full, and Ctrl-C -----------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("error", [OSError(errno.ENOSPC, "No space left on device"), KeyboardInterrupt()])
-def test_a_publish_that_fails_takes_back_what_it_added(place, monkeypatch, capsys, error):
+@pytest.mark.parametrize(
+    ("error", "code"), [(OSError(errno.ENOSPC, "No space left on device"), 1), (KeyboardInterrupt(), WAS_STOPPED)]
+)
+def test_a_publish_that_fails_takes_back_what_it_added(place, monkeypatch, capsys, error, code):
     publish(place)
     before = read_tree(root(place))
     write_tree(dataset(place), {f"{number}.{end}": bmp(number) for number in range(20) for end in ("bmp", "txt")})
@@ -371,7 +373,7 @@ def test_a_publish_that_fails_takes_back_what_it_added(place, monkeypatch, capsy
         return real(*words, **named)
 
     monkeypatch.setattr(os, "link", link)
-    assert publish(place) == 1
+    assert publish(place) == code
     assert num_links > 12
     found = read_tree(root(place))
     of_manifest = f"files/datasets/cats/64/{manifest.NAME}"

@@ -285,6 +285,15 @@ def test_problems_are_counted_and_each_is_named_once(tmp_path: Path):
     assert "good.mp4" not in found
 
 
+def test_lines_of_a_manifest_without_a_caption_are_counted_too(tmp_path: Path):
+    make_image(tmp_path / "a.png")
+    (tmp_path / "m.jsonl").write_text('{"file": "a.png"}\n')
+    toml = write_toml(tmp_path, "manifest = '@/m.jsonl'")
+    with pytest.raises(WangenError) as raised:
+        samples_of(toml)
+    assert raised.value.found.startswith("the dataset has 1 problem (1 without a caption):\n")
+
+
 def test_control_media_and_masks_that_do_not_fit(tmp_path: Path):
     make_clip(tmp_path / "clips/walk.mp4", 20)
     make_clip(tmp_path / "depth/walk.mp4", 8)

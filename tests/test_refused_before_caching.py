@@ -65,6 +65,14 @@ def test_what_training_would_refuse_is_found_before_the_first_caching(found, tmp
     assert words in problem
 
 
+@pytest.mark.parametrize(("epochs", "refused"), [(None, True), (1000, False)])
+def test_a_schedule_is_judged_by_the_length_that_the_run_will_have(found, epochs, refused):
+    """Epochs win over steps, and with them the dataset decides."""
+    problems = found(max_train_steps=60, max_train_epochs=epochs, lr_warmup_steps=50, lr_decay_steps=50,
+                     lr_scheduler="warmup_stable_decay")  # fmt: skip
+    assert ["a warm-up of 50" in problem for problem in problems] == [True] * refused
+
+
 @pytest.mark.parametrize("why", ["there is a cache", "nothing is cached"])
 def test_where_training_is_near_it_speaks_for_itself(found, tmp_path, why):
     """It takes seconds to load what knows."""
@@ -100,15 +108,15 @@ def test_the_checkpoints_and_the_cache_share_a_disk(found, tmp_path, monkeypatch
     """Either fits alone. A disk that is full, by word of the system: a real one would need the rights to mount it."""
     usage, free = namedtuple("usage", "total used free"), 3_100_000_000
     monkeypatch.setattr(shutil, "disk_usage", lambda _: usage(10**12, 10**12 - free, free))
-    monkeypatch.setattr(check, "latent_bytes", lambda *_: 10**9)
+    monkeypatch.setattr(check, "sample_bytes", lambda *_: 10**9)
     assert found() == [], "three pictures, and a small LoRA"
     many = {"max_train_steps": 10**6, "save_every_n_steps": 1, "keep_last": 2000}
     (problem,) = found(**many)
     assert "the checkpoints need up to" in problem
     assert "the cache 3.0 GB, and 3.1 GB are free" in problem
-    monkeypatch.setattr(check, "latent_bytes", lambda *_: 10**5)
+    monkeypatch.setattr(check, "sample_bytes", lambda *_: 10**5)
     assert found(**many) == []
     free = 2_900_000_000
-    monkeypatch.setattr(check, "latent_bytes", lambda *_: 10**9)
+    monkeypatch.setattr(check, "sample_bytes", lambda *_: 10**9)
     (problem,) = found()
     assert "2.9 GB free, the cache needs about 3.0 GB" in problem

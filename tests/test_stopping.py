@@ -86,5 +86,5 @@ def test_within_an_import_the_process_ends_with_one_message(tmp_path):
     (tmp_path / "slow.py").write_text("import signal; signal.raise_signal(signal.SIGINT)")
     code = "import signal; from wangen.generator.stopping import stop; signal.signal(signal.SIGINT, stop); import slow"
     ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=tmp_path)
-    assert (ended.returncode, ended.stderr.count("\n")) == (1, 1)
+    assert (ended.returncode, ended.stderr.count("\n")) == (WAS_STOPPED, 1)
     assert "run the same line again" in ended.stderr

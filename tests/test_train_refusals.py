@@ -329,7 +329,7 @@ def test_the_room_is_that_of_every_number_that_trains_less_what_lies_there(tiny_
     needed = SMALL_FILES_BYTES + most_bytes(options, plan.steps_per_epoch, plan.num_steps, sizes)
     assert room_needed(plan) == needed
     (plan.states / "step-00000001").mkdir(parents=True)
-    for name in ("lora", "lora-step00000001", "lora-state/step-00000001/adapter", "loras"):
+    for name in ("lora", "lora-step00000001", "lora-state/step-00000001/adapter", "loras", "lora-big"):
         (tmp_path / f"{name}.safetensors").write_bytes(b"x" * 1000)
     assert room_needed(plan) == needed - 3000, "another run's stay"
 

@@ -9,15 +9,26 @@ from typing import Any
 from wangen.generator.run_folder import TRAIN_REPORT
 from wangen.generator.session import plain
 from wangen.generator.steps import Train
-from wangen.generator.table import SMOKE
+from wangen.generator.table import SMOKE, options
 
-_MATTERS = (
-    "task", "resolution", "train_mode", "network_module", "network_dim", "network_dropout", "network_args", "dora",
-    "lora_targets", "mixed_precision",
-    "gradient_accumulation_steps", "quantize", "blocks_to_swap", "checkpointing", "checkpointing_free_blocks",
-    "gradient_checkpointing_cpu_offload", "attention", "compile", "plain", "pack", "device", "gpus", "parallel",
+_ANYTHING = (
+    "dataset_config", "manifest", "smoke", "dit", "dit_high_noise", "vae", "clip", "t5", "tokenizer", "output_dir",
+    "output_name", "network_weights", "network_weights_high_noise", "base_weights", "base_weights_multiplier",
+    "network_alpha", "learning_rate", "max_train_epochs", "max_train_steps", "prior_loss_weight", "noise_offset",
+    "seed", "vram", "show_timesteps", "timestep_boundary", "timestep_sampling", "discrete_flow_shift",
+    "sigmoid_scale", "logit_mean", "logit_std", "mode_scale", "min_timestep", "max_timestep",
+    "preserve_distribution_shape", "num_timestep_buckets", "weighting_scheme", "peak_tflops", "max_restarts",
+    "keep_best", "keep_last", "fresh", "report_dir", "lock", "logging_dir", "lora_layout", "no_metadata",
+    "training_comment", "config_file",
 )  # fmt: skip
-"""Flags that decide speed and memory."""
+_ANYTHING_FROM = ("lr_", "validat", "sample_", "continuation_", "save_", "metadata_", "wandb_", "log_", "resume")
+"""Flags that decide neither speed nor memory, and how more of them begin; weights are the script's own files."""
+
+_MATTERS = tuple(
+    option.name
+    for option in options(Train)
+    if option.name not in _ANYTHING and not option.name.startswith(_ANYTHING_FROM)
+)
 
 
 @dataclass(frozen=True)

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from wangen import profiles
 from wangen.generator import kinds
+from wangen.generator.cache_sizes import Encoding, cached_bytes, encoding_of
 from wangen.generator.cards import Gpu
 from wangen.generator.errors import UsageError, WangenError, many
 from wangen.generator.files import disk_of, nearest_existing
@@ -18,7 +19,7 @@ from wangen.generator.plan.cures import Cure, find_cure
 from wangen.generator.plan.earlier import Measured, measured
 from wangen.generator.plan.estimate import RunPlan, plan_run, tokens_of_a_step
 from wangen.generator.plan.scripted import Scripted
-from wangen.generator.plan.shapes import Encoding, Shape, Survey, nominal, survey
+from wangen.generator.plan.shapes import Shape, Survey, nominal, survey
 from wangen.generator.seen import seen_entry
 from wangen.generator.steps import CacheLatents, CacheText, Train
 from wangen.generator.tomls import DatasetEntry, read_dataset
@@ -96,7 +97,7 @@ def _plan_here(script: Scripted, gpu: Gpu | None, num_cards: int, here: bool) ->
     if gpu and plan.fits and gpu.free < plan.budget.device:
         notes.append(f"only {gib_text(gpu.free)} of the card are free now: close what uses it")
     earlier = measured(train, tokens_of_a_step(plan)) if here else None
-    cached = sum(_num_bytes(entry.cache_directory) for entry in {one.cache_directory: one for one in entries}.values())
+    cached = sum(map(cached_bytes, {entry.cache_directory for entry in entries}))
     places = (entries[0].cache_directory if entries else None, train.output_dir)
     return Planned(script, found, plan, cure, earlier, cached, _free_of_both(*places), here, notes)
 
@@ -156,14 +157,9 @@ def _entries(script: Scripted, train: Train) -> list[DatasetEntry]:
 def _surveyed(
     script: Scripted, train: Train, entries: Sequence[DatasetEntry], model: Model, notes: list[str]
 ) -> Survey:
-    latents, texts = script.step(CacheLatents), script.step(CacheText)
-    encoding = Encoding(
-        vae_dtype=getattr(latents, "vae_dtype", None) or "float16",
-        t5_dtype=getattr(texts, "t5_dtype", None) or "bfloat16",
-        clip_dtype=getattr(latents, "clip_dtype", None) or "float16",
-        empty_prompt=bool(train.caption_dropout or train.validation_items or train.sample_continuations),
-        text_width=_width_of(getattr(texts, "t5", None)),
-    )
+    caching = [step for step in (script.step(CacheLatents), script.step(CacheText)) if step]
+    text_encoder = next((step.t5 for step in caching if isinstance(step, CacheText)), None)
+    encoding = encoding_of(caching, Encoding(text_width=_width_of(text_encoder)))
     if any(entry.manifest and not entry.manifest.exists() for entry in entries):
         notes.append("the footage is not cut into clips yet: numbers of clips, steps and hours are not known")
         return nominal(entries)
@@ -189,14 +185,6 @@ def _width_of(text_encoder: Path | None) -> int | None:
         return kinds.examine(text_encoder, "--t5").sizes.get("dim")
     except WangenError:
         return None
-
-
-def _num_bytes(folder: Path) -> int:
-    """Of the cache entries and packs in a folder."""
-    if not folder.is_dir():
-        return 0
-    files = (path for path in folder.iterdir() if path.suffix in (".safetensors", ".tar") and path.is_file())
-    return sum(path.stat().st_size for path in files)
 
 
 def _free_of_both(cache: Path | None, output: Path | None) -> tuple[int | None, int | None]:

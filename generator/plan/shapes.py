@@ -5,19 +5,12 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 
-from wangen.generator.cache_sizes import (
-    CLIP_NUMBERS,
-    HEADER_BYTES,
-    latent_bytes,
-    mask_bytes,
-    text_bytes,
-    text_rows,
-    width_of,
-)
+from wangen.generator.cache_sizes import HEADER_BYTES, Encoding, asked_texts, sample_bytes, text_bytes, text_rows
 from wangen.generator.dataset import Item, MediaFacts, media_of, read_facts
 from wangen.generator.errors import WangenError, many
 from wangen.generator.geometry import area_size, bucket_of, clip_frames, windows
 from wangen.generator.items import read_items
+from wangen.generator.toml_values import longest_clip
 from wangen.generator.tomls import DatasetEntry
 from wangen.profiles import Model
 
@@ -77,25 +70,6 @@ class Survey:
         return -(-rows // number) if number else 0
 
 
-@dataclass(frozen=True)
-class Encoding:
-    """How the cache is made.
-
-    Attributes:
-        vae_dtype: precision of latents.
-        t5_dtype: precision of texts.
-        clip_dtype: precision of CLIP's views.
-        empty_prompt: guidance or dropout asks for the empty prompt.
-        text_width: numbers of a row of a text's embedding; None for those of the model's own text encoder.
-    """
-
-    vae_dtype: str = "float16"
-    t5_dtype: str = "bfloat16"
-    clip_dtype: str = "float16"
-    empty_prompt: bool = False
-    text_width: int | None = None
-
-
 def survey(entries: Iterable[DatasetEntry], model: Model, encoding: Encoding) -> Survey:
     """Look at every file of a dataset's blocks, without decoding any.
 
@@ -125,9 +99,11 @@ def survey(entries: Iterable[DatasetEntry], model: Model, encoding: Encoding) ->
                 found.uses[shape] += entry.num_repeats
                 found.num_images += shape.num_frames == 1
                 found.num_clips += shape.num_frames > 1
-                found.cache_bytes += _entry_bytes(item, shape, model, encoding)
+                found.cache_bytes += sample_bytes(
+                    item, shape.size, shape.num_frames, model, encoding, shape.control_size
+                )
             shown = item.path if model.prompt and model.prompt.picture else None
-            for caption in _asked(item, encoding):
+            for caption in asked_texts(item):
                 if (key := (entry.cache_directory, caption, shown)) not in texts:
                     texts.add(key)
                     found.cache_bytes += HEADER_BYTES
@@ -149,26 +125,12 @@ def _shapes(item: Item, facts: MediaFacts, entry: DatasetEntry, model: Model) ->
         yield Shape(size, count, len(item.controls), entry.batch_size, own and area_size(size, own))
 
 
-def _entry_bytes(item: Item, shape: Shape, model: Model, encoding: Encoding) -> int:
-    """Of a sample's latents, conditions and mask."""
-    own = latent_bytes(model, shape.size, shape.num_frames, encoding.vae_dtype) + HEADER_BYTES
-    control = latent_bytes(model, shape.control_size or shape.size, shape.num_frames, encoding.vae_dtype) + HEADER_BYTES
-    total = own * (2 if model.condition == "image" else 1) + control * len(item.controls)
-    if model.has_clip:
-        total += CLIP_NUMBERS * width_of(encoding.clip_dtype) + HEADER_BYTES
-    return total + (mask_bytes(model, shape.size, shape.num_frames) + HEADER_BYTES if item.mask else 0)
-
-
-def _asked(item: Item, encoding: Encoding) -> tuple[str, ...]:
-    """What the text encoder is given for an item."""
-    return (*item.captions, "") if encoding.empty_prompt else item.captions
-
-
 def nominal(entries: Iterable[DatasetEntry]) -> Survey:
     """The shapes that a dataset's settings ask for, where its files are not there yet: one sample of each."""
     found = Survey(exact=False)
     for entry in entries:
-        frames = max(entry.target_frames) if entry.media == "video" else 1
+        longest = longest_clip(entry.max_frames) if entry.frame_extraction == "full" else max(entry.target_frames)
+        frames = longest if entry.media == "video" else 1
         shape = Shape(entry.resolution, frames, batch_size=entry.batch_size)
         found.samples[shape] = found.uses[shape] = 1
     return found

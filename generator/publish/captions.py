@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from wangen.generator import manifests
-from wangen.generator.dataset import BadItemError, Item, Problem, folded, media_of, read_caption
+from wangen.generator.dataset import NO_CAPTION, BadItemError, Item, Problem, folded, media_of, read_caption
 from wangen.generator.errors import WangenError
 
 CAPTION_SUFFIXES = (".txt", ".caption")
@@ -98,7 +98,7 @@ def choose(media: Path, captions: list[Caption]) -> Item:
         BadItemError: there is none, or they differ.
     """
     if not captions:
-        raise BadItemError(media, "has no caption", f"write {media.stem}.txt beside it")
+        raise BadItemError(media, NO_CAPTION, f"write {media.stem}.txt beside it")
     if len({caption.text for caption in captions}) > 1:
         places = ", ".join(caption.place for caption in captions)
         raise BadItemError(media, f"has captions that differ: {places}", "keep one of them")

@@ -22,7 +22,7 @@ from wangen.generator.publish.inventory import Inventory, Part, entries_of
 from wangen.generator.publish.manifest import Record
 from wangen.generator.publish.prompt_pictures import PROMPT_ENDINGS, Note
 from wangen.generator.publish.texts import beside, toml_file
-from wangen.generator.publish.written import look_at_cache, look_at_clips, look_at_outputs
+from wangen.generator.publish.written import look_at_cache, look_at_clips, look_at_outputs, look_at_process_logs
 from wangen.generator.setup.scripts import script_name
 from wangen.generator.signing import unedited
 from wangen.generator.table import SMOKE
@@ -97,6 +97,7 @@ def _survey(target: Target, slug: str, wanted: set[str], seen: _Seen) -> Invento
         log = layout.reach(target, target.roots["logs"]) / f"{slug}.log"
         if seen.first(log.parent):
             found.files["outputs"] += [log] if log.is_file() else []
+            found.files["outputs"] += look_at_process_logs(found, log.with_suffix(""))
             found.folders["outputs"].append(log.parent)
     return found
 

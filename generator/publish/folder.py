@@ -12,6 +12,7 @@ from typing import NamedTuple
 from wangen.generator.dataset import CAPTION, Problem, folded
 from wangen.generator.dataset_settings import DatasetSettings
 from wangen.generator.errors import WangenError
+from wangen.generator.files import same_bytes
 from wangen.generator.publish import manifest
 from wangen.generator.publish.captions import with_trigger
 from wangen.generator.publish.manifest import COARSE_NS, UNKNOWN, FileState, Manifest, Record
@@ -242,6 +243,6 @@ def _same_content(wanted: Wanted, path: Path) -> bool:
         content = bake(wanted.origin, wanted.size) if wanted.size else None
         if content is not None:
             return path.read_bytes() == content
-        return path.stat().st_size == wanted.num_bytes and path.read_bytes() == wanted.origin.read_bytes()
+        return path.stat().st_size == wanted.num_bytes and same_bytes(path, wanted.origin)
     except OSError:
         return False

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 from wangen.generator.dataset import CAPTION, IMAGE_SUFFIXES, VIDEO_SUFFIXES
 from wangen.generator.errors import unreadable
-from wangen.generator.files import spread
+from wangen.generator.files import same_bytes, spread
 
 NAME = ".wangen-published.json"
 FORMAT = 3
@@ -206,7 +206,4 @@ def _same_content(path: Path, record: Record, num_bytes: int) -> bool:
         return True
     if is_own:
         return False
-    if num_bytes != origin.stat().st_size:
-        return False
-    with path.open("rb") as ours, origin.open("rb") as theirs:
-        return hashlib.file_digest(ours, "sha256").digest() == hashlib.file_digest(theirs, "sha256").digest()
+    return same_bytes(path, origin)

@@ -5,7 +5,7 @@ A file is known by its header, or by what stands in it or beside it, not by its 
 
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from pathlib import Path
 
@@ -15,7 +15,21 @@ from wangen.generator.formats.safetensors import read_safetensors
 from wangen.generator.header_keys import FINGERPRINT
 from wangen.generator.lock import RUN_LOCKS
 from wangen.generator.publish.inventory import Inventory, Part, entries_of
-from wangen.generator.run_folder import BEGUN, METRICS, SAMPLE_LIST, SAMPLES, TRACES
+from wangen.generator.run_folder import (
+    ANEW,
+    BEGUN,
+    EVALUATION,
+    FIRST_FRAMES,
+    LOGS,
+    LOSSES,
+    METRICS,
+    NEWEST,
+    PAGE,
+    SAMPLE_LIST,
+    SAMPLES,
+    TRACES,
+    VIDEOS,
+)
 from wangen.generator.session import report_files
 from wangen.generator.steps import STEPS
 
@@ -26,7 +40,6 @@ _CACHE_NOTES = re.compile(
 )
 _PACK = re.compile(r"[0-9a-f]{20}\.(tar|index\.safetensors)")
 _TEMPORARY = re.compile(r"\..*-[0-9a-f]{24}\.tmp")
-_NEWEST = "newest"
 _STATE = re.compile(r"step-\d{8}(-old)?|\.staging-\d{8}")
 _EXPERT = r"(_(high|low)_noise)?"
 _PARTS, _PART_FILES = "parts", re.compile(r"__\d+_\d+\.distcp(\.crc32)?|\.metadata|.*\.tmp")
@@ -37,9 +50,9 @@ _ON_THE_WAY = re.compile(rf"{_EXPERT}-(step\d{{8}}|\d{{6}}){_LAYOUT}")
 _FINISHED = re.compile(rf"{_EXPERT}(-best|-kept\d*-step\d{{8}})?{_LAYOUT}")
 _MAX_LINE = 1 << 20
 _SAMPLE = re.compile(rf"{_EXPERT}-step\d{{8}}-(continuation-)?\d+\.(mp4|png)")
-_TRACE = re.compile(r"steps-\d+-\d+\.json\.gz")
+_TRACE = re.compile(r"steps-\d+-\d+\.json\.gz|\.steps-\d+-\d+\.json\.gz\.tmp\.json\.gz")
 _NOTE = re.compile(rf"{_EXPERT}\.(wandb|mlflow)-run")
-_LOSSES = re.compile(r"[0-9a-f]{20}\.json")
+_LOSSES, _FRAME = re.compile(r"[0-9a-f]{20}\.json"), re.compile(r"[0-9a-f]{20}\.png")
 _MARKS = {".mp4": b"wangen", ".png": b"wangen", ".json": b'{"settings": '}
 """What stands in a video or picture of ours, and in what is known of it, by the ending."""
 
@@ -104,7 +117,8 @@ def look_at_outputs(found: Inventory, folder: Path) -> None:
         parts = entries_of(state / _PARTS)
         found.files["checkpoints"] += [path for path in parts if _PART_FILES.fullmatch(path.name)]
         found.folders["checkpoints"] += [state / _PARTS, state]
-    found.files["checkpoints"] += filter(_names_a_state, (part / _NEWEST for part in states))
+    found.files["checkpoints"] += filter(_names_a_state, (part / NEWEST for part in states))
+    found.files["checkpoints"] += (path for part in states if _is_empty(path := part / ANEW))
     for path in entries_of(folder):
         rest = path.name.removeprefix(found.slug)
         if rest != path.name and path.is_file():
@@ -118,6 +132,12 @@ def look_at_outputs(found: Inventory, folder: Path) -> None:
     found.files["outputs"] += _judged(found, folder)
     found.folders["checkpoints"] += [*states, folder]
     found.folders["outputs"].append(folder)
+
+
+def _is_empty(path: Path) -> bool:
+    with suppress(OSError):
+        return path.is_file() and not path.stat().st_size
+    return False
 
 
 def _names_a_state(path: Path) -> bool:
@@ -156,16 +176,17 @@ def _watched(found: Inventory, folder: Path) -> Iterator[Path]:
 
 def _judged(found: Inventory, folder: Path) -> Iterator[Path]:
     """What generating, evaluating and reporting leave: the numbers, the videos, the page."""
-    evaluation, page = folder / "evaluation.json", folder / "report.html"
+    evaluation, page = folder / EVALUATION, folder / PAGE
     if _holds(evaluation, b'"mean_base"'):
         yield evaluation
     if _holds(page, b'<meta name="generator" content="wangen'):
         yield page
-    yield from (path for path in entries_of(folder / "losses") if _LOSSES.fullmatch(path.name))
-    for path in (path for name in ("videos", "generated") for path in entries_of(folder / name)):
+    yield from (path for path in entries_of(folder / LOSSES) if _LOSSES.fullmatch(path.name))
+    yield from (path for path in entries_of(folder / FIRST_FRAMES) if _FRAME.fullmatch(path.name))
+    for path in (path for name in (VIDEOS, "generated") for path in entries_of(folder / name)):
         if path.suffix in _MARKS and _holds(path, _MARKS[path.suffix]):
             yield path
-    found.folders["outputs"] += [folder / name for name in ("losses", "videos", "generated")]
+    found.folders["outputs"] += [folder / name for name in (LOSSES, FIRST_FRAMES, VIDEOS, "generated")]
 
 
 def _holds(path: Path, mark: bytes) -> bool:
@@ -185,10 +206,22 @@ def _is_lines(path: Path) -> bool:
 
 
 def _experiment_logs(found: Inventory, folder: Path) -> list[Path]:
-    """TensorBoard's files of the training step, and its notes of which run of wandb or mlflow it goes on in."""
-    place = folder / "logs"
+    """TensorBoard's files, notes of which run of wandb or mlflow it goes on in, and what processes said."""
+    place = folder / LOGS
     files = sorted(place.rglob("events.out.tfevents.*")) if place.is_dir() else []
     files += [path for path in entries_of(place) if _NOTE.fullmatch(path.name.removeprefix(found.slug))]
-    inner = {parent for path in files for parent in path.parents if parent == place or place in parent.parents}
-    found.folders["outputs"] += sorted(inner, key=lambda path: -len(path.parts))
+    found.folders["outputs"] += _between(files, place)
+    return [*files, *look_at_process_logs(found, place)]
+
+
+def look_at_process_logs(found: Inventory, folder: Path) -> list[Path]:
+    """What the processes of `--gpus` said, in a folder for each start, on a cluster in one of each machine."""
+    files = [path for pattern in ("", "*/") for path in folder.glob(f"{pattern}*_*/attempt_*/*/std*.log")]
+    found.folders["outputs"] += _between(files, folder)
     return files
+
+
+def _between(files: Iterable[Path], top: Path) -> list[Path]:
+    """The folders of files up to one above them, the innermost first."""
+    inner = {parent for path in files for parent in path.parents if parent == top or top in parent.parents}
+    return sorted(inner, key=lambda path: -len(path.parts))

@@ -7,6 +7,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from wangen.generator.files import is_left, remove, whose
+from wangen.generator.session import report_name
 from wangen.runtime.cache.claims import sweep_claims
 from wangen.runtime.cache.entries import CorruptEntryError, UnreadableEntryError, read_entry
 from wangen.runtime.cache.folder import Folder
@@ -17,7 +18,7 @@ from wangen.runtime.cache.removal import remove_pack
 
 _TEMPORARY = re.compile(
     r"\.([0-9a-f]{20}(\.index\.safetensors)?|\.wangen-[^/]*|\.claim-[0-9a-f-]{20,37}"
-    r"|cache_(latents|text)\.report\.json)-[0-9a-f]{16}([0-9a-f]{8})?\.tmp"
+    rf"|{report_name('cache_(latents|text)')})-[0-9a-f]{{16}}([0-9a-f]{{8}})?\.tmp"
 )
 """Of entries, of notes and claims beside them and of reports."""
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from wangen.generator.dataset import BadItemError, Problem, media_of, read_caption
+from wangen.generator.dataset import VIDEO_SUFFIXES, BadItemError, Problem, media_of, read_caption
 from wangen.generator.errors import UsageError, WangenError, printable, read_cure
 from wangen.generator.files import is_file
 from wangen.generator.npz import is_npz
@@ -75,7 +75,7 @@ def find_videos(options: Preprocess) -> tuple[list[Video], list[Problem]]:
         paths = sorted(_walk(options.videos))
         if not paths:
             raise WangenError("no video is in this folder, nor in the folders in it", where=str(options.videos),
-                              cure="put .mp4, .mov, .mkv, .webm or .avi files there")  # fmt: skip
+                              cure=f"put videos there: {', '.join(sorted(VIDEO_SUFFIXES))}")  # fmt: skip
         labelled, problems = {}, []
         for path in paths:
             try:

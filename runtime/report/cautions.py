@@ -5,8 +5,7 @@ from collections.abc import Iterator
 from statistics import median
 
 from wangen.generator.errors import many, printable
-from wangen.generator.run_folder import METRICS
-from wangen.runtime.evaluation_file import FILE as EVALUATION
+from wangen.generator.run_folder import EVALUATION, METRICS
 from wangen.runtime.report.run_files import RunFiles, files_of
 from wangen.runtime.report.step_reports import time_s
 

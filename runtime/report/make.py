@@ -4,6 +4,7 @@ import logging
 
 from wangen.generator.errors import UsageError, WangenError, bytes_text
 from wangen.generator.files import write_text
+from wangen.generator.run_folder import PAGE
 from wangen.generator.session import Report
 from wangen.generator.step_parts import require_try
 from wangen.generator.steps import MakeReport
@@ -14,8 +15,6 @@ from wangen.runtime.report.run_files import read_run
 from wangen.runtime.report.verdict import judge
 
 log = logging.getLogger("wangen")
-
-PAGE = "report.html"
 
 
 def run(options: MakeReport) -> Report:

@@ -11,8 +11,7 @@ from wangen.generator.errors import UsageError, WangenError, many
 from wangen.generator.files import is_file
 from wangen.generator.formats.one_file import read_file
 from wangen.generator.header_keys import AVERAGED, RUN_STEPS, TASK, TRAIN_MODE
-from wangen.generator.run_folder import METRICS, SAMPLE_LIST, SAMPLES
-from wangen.runtime.evaluation_file import FILE as EVALUATION
+from wangen.generator.run_folder import EVALUATION, METRICS, SAMPLE_LIST, SAMPLES
 from wangen.runtime.evaluation_file import Checkpoint, Evaluation, read_evaluation
 from wangen.runtime.lora_folder import AVERAGE, BEST, KEPT, LAYOUTS
 from wangen.runtime.report.metrics_log import MetricsLog, Record, num_steps, run_of

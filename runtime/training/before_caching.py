@@ -29,7 +29,7 @@ def require_trainable(options: Train, num_batches: int, to_cache: Mapping[Path, 
     model = profiles.model(options.task)
     options = resolved(replace(options, vram=None), model, None)
     refuse_anywhere(options, model)
-    if options.max_train_steps:
+    if options.max_train_steps and options.max_train_epochs is None:  # else the dataset decides
         make_schedule(options, options.max_train_steps)
     if options.device == "cpu" or torch.cuda.is_available():  # a node from which jobs are sent may have no GPU
         try_out(options, torch.device(options.device or "cuda"))

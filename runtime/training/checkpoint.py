@@ -21,6 +21,7 @@ import torch
 
 from wangen.generator.errors import WangenError, write_cure
 from wangen.generator.files import remove_left, remove_tree, replace, sync_folder, write_text, write_whole
+from wangen.generator.run_folder import ANEW, NEWEST
 from wangen.runtime.safetensors_file import serialize
 from wangen.runtime.training.state_manifest import (
     FORMAT,
@@ -34,11 +35,6 @@ from wangen.runtime.training.state_manifest import (
 )
 
 log = logging.getLogger("wangen")
-
-NEWEST = "newest"
-"""The file that names the state that was saved last: one that is to be kept may be of more steps, of another line."""
-ANEW = "begun_anew"
-"""The file beside the states of an earlier run that says that a run begins anew over them, until that has saved one."""
 
 
 @dataclass(frozen=True)

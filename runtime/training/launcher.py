@@ -24,6 +24,7 @@ from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from wangen.generator.errors import WAS_STOPPED, WRONG_USAGE, UsageError, WangenError, many
 from wangen.generator.launch import machines
+from wangen.generator.run_folder import LOGS
 from wangen.generator.session import Report
 from wangen.generator.steps import CacheStep, Train
 from wangen.generator.train_refusals import refuse_flags
@@ -55,7 +56,7 @@ def train_together(options: Train) -> Report:
     """
     refuse_flags(options)
     number, num_nodes = num_processes(options), machines()
-    folder = (_beside(options.log_file) if options.log_file else options.output_dir / "logs").absolute()
+    folder = (_beside(options.log_file) if options.log_file else options.output_dir / LOGS).absolute()
     meeting = meeting_here()
     if num_nodes > 1:
         meeting, folder = slurm_meeting(os.environ), folder / os.environ["SLURMD_NODENAME"]
@@ -90,7 +91,7 @@ def encode_together(options: CacheStep) -> None:
     """
     number = num_processes(options)
     folder = _beside(options.log_file) if options.log_file else (options.report_dir or options.dataset.parent)
-    folder = (folder if options.log_file else folder / "logs").absolute()
+    folder = (folder if options.log_file else folder / LOGS).absolute()
     log.info("  %s encode a part each, with logs in %s", many(number, "process", "processes"), folder)
     part = replace(options, gpus="1", shard="auto", log_file=None, lock=None, report_dir=folder, config_file=None)
     for name in [name for name in os.environ if name.startswith(ARRAY)]:

@@ -23,6 +23,7 @@ from wangen.generator.steps import Train
 from wangen.generator.workspace import require_writable
 from wangen.runtime.fast.dit_blocks import lay_resident_groups
 from wangen.runtime.fast.products import product_dtype
+from wangen.runtime.lora_folder import written_by
 from wangen.runtime.memory.quantize import quantize_blocks
 from wangen.runtime.memory.swap import BlockSwap
 from wangen.runtime.models import Family
@@ -271,7 +272,6 @@ def _bytes_there(plan: Plan) -> int:
     """What an earlier part of the run has saved."""
     there = list(plan.states.rglob("*"))
     for expert in plan.experts:
-        stem = plan.file(expert).stem
-        there += [path for path in plan.options.output_dir.glob("*.safetensors")
-                  if path.stem == stem or path.stem.startswith(f"{stem}-")]  # fmt: skip
+        named = written_by(plan.file(expert).stem)
+        there += [path for path in plan.options.output_dir.glob("*.safetensors") if named.fullmatch(path.name)]
     return sum(path.stat().st_size for path in there if path.is_file())

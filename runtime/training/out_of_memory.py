@@ -8,6 +8,7 @@ import torch
 from wangen.generator.errors import WangenError
 from wangen.generator.memory import GIB, memory_plan, packs, settings_of
 from wangen.generator.memory_changes import cheapest_changes, shared_out
+from wangen.generator.session import with_flag
 from wangen.generator.steps import Train
 from wangen.profiles import Model
 from wangen.runtime.devices import out_of_memory_as
@@ -81,5 +82,6 @@ def _cure(plan: Plan, together: int, alone: int, available: int | None) -> str:
         told = " ".join(changes)
     else:
         told = "a smaller resolution, fewer target_frames or batch_size 1: no other change makes room enough"
-    stays = "; the last saved state stays (wangen train --resume_changed goes on with other settings)"
+    on = with_flag("train", "--resume_changed")
+    stays = f"; the last saved state stays ({on} goes on with other settings)"
     return f"give {told}{stays if checkpoint.newest_known(plan.states) else ''}"

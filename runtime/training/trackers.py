@@ -19,6 +19,7 @@ from urllib.parse import urlparse
 
 from wangen.generator.errors import UsageError
 from wangen.generator.files import write_whole
+from wangen.generator.run_folder import LOGS
 from wangen.generator.steps import Train
 
 log = logging.getLogger("wangen")
@@ -154,7 +155,7 @@ def _tell_accelerate() -> None:
 
 
 def _folder(options: Train) -> Path:
-    folder = options.logging_dir or options.output_dir / "logs"
+    folder = options.logging_dir or options.output_dir / LOGS
     folder.mkdir(parents=True, exist_ok=True)
     return folder
 

@@ -128,10 +128,10 @@ def block_names(number: int) -> dict[str, str]:
 
 def umt5_names(names: Iterable[str]) -> Mapping[str, str]:
     """File name -> transformers name, for the official names, GGUF's, and those of Hugging Face and ComfyUI."""
-    found = set(names)
+    names = list(names)  # in their order, as messages name the first that is wrong
     renamed = {}
-    for name in found:
-        if name.startswith(NOT_NEEDED) or (name in TIED and EMBEDDING in found):
+    for name in names:
+        if name.startswith(NOT_NEEDED) or (name in TIED and EMBEDDING in names):
             continue
         renamed[name] = OUTER_NAMES.get(name, name)
         if name.startswith(STACK):
