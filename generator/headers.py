@@ -75,6 +75,12 @@ def read_header(path: Path, flag: str = "") -> Header:
     return Header(tensors, metadata, headers[0].format)
 
 
+def num_blocks(header: Header) -> int:
+    """How many blocks a transformer's file has, of whatever format; 0 where none is named as one."""
+    found = (re.search(r"(?:^|\.|transformer_)blocks\.(\d+)\.", name) for name in header.tensors)
+    return len({match[1] for match in found if match})
+
+
 def require_known_format(header: Header, path: Path) -> None:
     """Refuse weights that a later version of wangen trained.
 

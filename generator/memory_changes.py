@@ -57,7 +57,9 @@ def fitting_flags(
     return {name: getattr(found, name) for name in (*FASTEST, "pack") if name != "pack" or found.pack != options.pack}
 
 
-def cheapest_changes(options: Train, model: Model, needed: Needed, available: int | None) -> list[str]:
+def cheapest_changes(
+    options: Train, model: Model, needed: Needed, available: int | None, fixed: Collection[str] = ()
+) -> list[str]:
     """Flags for a run that found the memory full: beside the ones that it has, those that cost the least time.
 
     Args:
@@ -65,6 +67,7 @@ def cheapest_changes(options: Train, model: Model, needed: Needed, available: in
         model: the model profile.
         needed: bytes that a run with such flags takes; the next one has to take clearly less than this one in any case.
         available: bytes of the device; None where they are not known.
+        fixed: flags that stay as they are.
 
     Returns:
         As they are typed, in the order of what they cost; none when nothing fits.
@@ -72,7 +75,7 @@ def cheapest_changes(options: Train, model: Model, needed: Needed, available: in
     options = _filled(options)
     less = round(needed(options) * CLEARLY_LESS)
     available = less if available is None else min(less, available)
-    found = _changed(options, model, needed, available, _changeable(options))
+    found = _changed(options, model, needed, available, _changeable(options).difference(fixed))
     if found is None:
         return []
     as_before = replace(found, checkpointing_free_blocks=options.checkpointing_free_blocks)

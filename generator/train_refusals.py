@@ -188,6 +188,8 @@ def refuse_memory(options: Train) -> None:
         raise UsageError("--gradient_checkpointing_cpu_offload parks what checkpointing keeps, and it is switched off",
                          cure="give --checkpointing full or selective")  # fmt: skip
     selects = options.checkpointing == "selective" or options.checkpointing_free_blocks
+    if options.plain and options.attention == "sage":
+        raise UsageError("--plain: the kernel of --attention sage has no gradient of its own", cure="leave one out")
     if options.plain and (swap or selects):
         raise UsageError("--plain knows no block swap, selective checkpointing or free blocks", cure="leave it out")
     if options.train_mode == "full" and (options.quantize not in (None, "none") or swap):
@@ -264,8 +266,8 @@ def refuse_more_blocks(options: Train, num_blocks: int) -> None:
         raise UsageError(f"--checkpointing_free_blocks {options.checkpointing_free_blocks}: the model has "
                          f"{num_blocks} blocks", cure=f"give 0 to {num_blocks}{beside}")  # fmt: skip
     if (options.blocks_to_swap or 0) > room:
-        raise UsageError(f"--blocks_to_swap {options.blocks_to_swap}: only the {room} blocks that are recomputed can "
-                         "be swapped", cure=f"give 0 to {room}{beside}")  # fmt: skip
+        raise UsageError(f"--blocks_to_swap {options.blocks_to_swap}: of the blocks {room} are recomputed, and those "
+                         "can be swapped", cure=f"give 0 to {room}{beside}")  # fmt: skip
 
 
 def refuse_experts(options: Train, model: profiles.Model) -> None:

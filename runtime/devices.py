@@ -13,7 +13,7 @@ import torch
 from wangen.generator.errors import UsageError, WangenError
 from wangen.generator.memory import GIB
 from wangen.generator.target import host_platform_name
-from wangen.runtime.fast.attention import PACKAGES
+from wangen.runtime.fast.attention import KERNEL_FAILURES, warn_of_another
 from wangen.runtime.memory.allocator import GPU_SETTING, WHOLE
 from wangen.runtime.rocm import vae_dtype
 
@@ -224,13 +224,13 @@ def enough_memory(what: str, cure: str) -> Iterator[None]:
     Raises:
         WangenError: in place of torch's own error.
     """
-    with out_of_memory_as(lambda: WangenError(f"out of memory {what}", cure=cure)):
+    with out_of_memory_as(lambda _: WangenError(f"out of memory {what}", cure=cure)):
         yield
 
 
 @contextlib.contextmanager
-def out_of_memory_as(answer: Callable[[], WangenError]) -> Iterator[None]:
-    """Answer a full memory, of the device or of the host, with a message that is made only then.
+def out_of_memory_as(answer: Callable[[Exception], WangenError]) -> Iterator[None]:
+    """Answer a full memory, of the device or of the host, with a message that is made of the error only then.
 
     Raises:
         WangenError: in place of torch's own error.
@@ -240,7 +240,7 @@ def out_of_memory_as(answer: Callable[[], WangenError]) -> Iterator[None]:
     except (RuntimeError, MemoryError) as error:
         if not is_out_of_memory(error):
             raise
-        raise answer() from None
+        raise answer(error) from None
 
 
 def is_out_of_memory(error: Exception) -> bool:
@@ -252,31 +252,34 @@ def is_out_of_memory(error: Exception) -> bool:
     return isinstance(error, torch.OutOfMemoryError | MemoryError) or _FULL.search(str(error)) is not None
 
 
+def is_of_host(error: Exception, device: torch.device) -> bool:
+    """Whether the memory that an error says is full is the host's."""
+    return device.type == "cpu" or isinstance(error, MemoryError) or "CPUAllocator" in str(error)
+
+
 def set_attention(transformer: Any, name: str, device: torch.device, dtype: torch.dtype, *, backward: bool) -> str:
     """Set the attention kernel of a diffusers transformer and return its name.
 
     Args:
         transformer: the module.
-        name: a value of `--attention`; `auto` takes the first of flash3, flash, sdpa that runs here.
+        name: a value of `--attention`; `auto` takes the first of flash3, flash, sdpa that runs here. For any other that
+            does not run, auto's choice takes its place, and one warning says what to install.
         device: where it will run.
         dtype: of queries, keys and values; most kernels know no float32.
         backward: the kernel must also have a backward pass.
-
-    Raises:
-        WangenError: the kernel that was asked for does not run here; the message names its package.
     """
     # Its only use here is this choice; the note that backends are experimental says nothing to a user.
     logging.getLogger("diffusers.models.modeling_utils").setLevel(logging.ERROR)
-    wanted = ("flash3", "flash", "sdpa") if name == "auto" else (name,)
-    for kernel in wanted:
+    why = ""
+    for kernel in (*([] if name == "auto" else [name]), "flash3", "flash", "sdpa"):
         reason = _try_kernel(kernel, device, dtype, backward=backward)
         if reason is None:
-            transformer.set_attention_backend(_BACKENDS[kernel])
-            return kernel
-    raise WangenError(
-        f"the attention kernel {name} does not run here ({reason})",
-        cure=f"pip install {PACKAGES.get(name, name)}, or use --attention auto",
-    )
+            break
+        why = why or reason
+    transformer.set_attention_backend(_BACKENDS[kernel])
+    if name not in ("auto", kernel):
+        warn_of_another(name, why, kernel)
+    return kernel
 
 
 def _try_kernel(kernel: str, device: torch.device, dtype: torch.dtype, *, backward: bool) -> str | None:
@@ -294,6 +297,6 @@ def _try_kernel(kernel: str, device: torch.device, dtype: torch.dtype, *, backwa
             output.float().sum().backward()
             if any(tensor.grad is None or not tensor.grad.any() for tensor in (query, key, value)):
                 return "it gives no gradient"
-    except (ImportError, RuntimeError, ValueError, TypeError, AttributeError) as error:
+    except KERNEL_FAILURES as error:
         return str(error).splitlines()[0] if str(error) else type(error).__name__
     return None

@@ -137,7 +137,10 @@ def test_the_image_branch_of_a_wan_21_i2v_model_is_trained_too(tmp_path: Path):
     [
         ({"include_patterns": (r"attn3\.to_q",)}, r"finds no layer.*the nearest are attn1\.to_q|attn2\.to_q"),
         ({"exclude_patterns": ("selfattn.q",)}, r"finds no layer.*self_attn\.q"),
-        ({"include_patterns": ("ffn",), "exclude_patterns": ("ffn",)}, "leave no layer"),
+        (
+            {"include_patterns": ("ffn",), "exclude_patterns": ("ffn",)},
+            "--include_patterns and --exclude_patterns: no layer is left",
+        ),
         ({"lora_targets": "ffn", "include_patterns": ("attn1",)}, "finds no layer"),
         ({"include_patterns": ("(",)}, "no regular expression"),
         ({"include_patterns": ("[[",)}, "no regular expression"),

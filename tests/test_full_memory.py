@@ -1,7 +1,10 @@
-"""A full memory while training: one message, with changes for all that was in it."""
+"""A full memory while training, and a gradient that is no number: one message, with what was in it and what to do."""
 
+import re
+from collections.abc import Collection
 from dataclasses import replace
 from itertools import islice
+from math import inf
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -18,6 +21,7 @@ from wangen.generator.steps import Train
 from wangen.profiles import Model, model
 from wangen.runtime.loader import Batch
 from wangen.runtime.training import out_of_memory
+from wangen.runtime.training.not_finite import refuse_not_finite
 from wangen.runtime.training.prepared import Group, groups
 from wangen.runtime.training.ranks import Ranks
 from wangen.runtime.training.run import Run
@@ -40,7 +44,10 @@ def test_the_changes_are_for_all_that_a_pass_holds(tiny_run: TinyRun, tmp_path: 
     (group,) = islice(groups(plan, plan.experts[0], 0, Ranks(), pin=False), 1)
     asked: list[int] = []
 
-    def changes(options: Train, _model: Model, needed: Needed, _available: int | None) -> list[str]:
+    def changes(
+        options: Train, _model: Model, needed: Needed, _available: int | None, fixed: Collection[str]
+    ) -> list[str]:
+        assert set(fixed) == {"blocks_to_swap", "gradient_checkpointing_cpu_offload"}, "they take the host's memory"
         needed(options)
         return ["--a"]
 
@@ -54,7 +61,9 @@ def test_the_changes_are_for_all_that_a_pass_holds(tiny_run: TinyRun, tmp_path: 
     with pytest.raises(WangenError, match="give --a") as error, out_of_memory.enough_memory_for_steps(run, group):
         raise torch.OutOfMemoryError
     (clip,) = [one.batch.names[0] for one in group.batches if one.noise.shape[2] > 1]
-    assert error.value.found == f"out of memory at step 1, on {clip} (latents of 2x8x8)", "the largest of them"
+    found, used = error.value.found.split("; ")
+    assert found == f"out of memory at step 1, on {clip} (latents of 2x8x8)", "the largest of them"
+    assert re.fullmatch(r"\d+\.\d GiB of the host's \d+\.\d were in use", used)
     twice = [replace(one, sample=replace(one.sample, entry=replace(one.sample.entry, batch_size=2)))
              for one in plan.samples]  # fmt: skip
     for samples in (plan.samples, twice):
@@ -70,3 +79,46 @@ def test_the_changes_are_for_all_that_a_pass_holds(tiny_run: TinyRun, tmp_path: 
 def test_rows_of_text_count_where_they_go_through_the_blocks(name: str, tokens: int):
     batch = Batch(torch.zeros(1, 16, 1, 8, 8), [torch.zeros(7, 3)], ["a"], ["a"], torch.ones(1))
     assert out_of_memory._tokens_of(batch, model(name)) == tokens
+
+
+FULL = RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 64 bytes.")
+
+
+def test_where_the_host_is_full_nothing_more_is_put_there(tiny_run: TinyRun, tmp_path: Path):
+    """The file has two blocks, the model thirty; on a CPU what is swapped lies in the same memory."""
+    plan = planned(tiny_run, tmp_path, checkpointing="none")
+    with pytest.raises(WangenError) as error, out_of_memory.enough_memory_for(plan, CPU, "loading"):
+        raise FULL
+    assert re.fullmatch(r"out of memory loading; \d+\.\d GiB of the host's \d+\.\d were in use", error.value.found)
+    assert error.value.cure == "give --quantize int8"
+
+
+@pytest.mark.parametrize(
+    ("flags", "cure"),
+    [
+        ({}, "close other programs"),
+        ({"blocks_to_swap": 1, "gradient_checkpointing_cpu_offload": True},
+         "close other programs or give --blocks_to_swap less than 1 or give --no_gradient_checkpointing_cpu_offload"),
+    ],
+)  # fmt: skip
+def test_beside_a_gpu_less_is_put_there(tiny_run: TinyRun, tmp_path: Path, flags, cure):
+    plan = planned(tiny_run, tmp_path, **flags)
+    with pytest.raises(WangenError) as error, out_of_memory.enough_memory_for(plan, torch.device("cuda"), "loading"):
+        raise FULL
+    assert error.value.cure == cure
+
+
+def test_no_more_blocks_are_to_be_swapped_than_the_file_has(tiny_run: TinyRun, tmp_path: Path, monkeypatch):
+    plan, seen = planned(tiny_run, tmp_path), []
+    monkeypatch.setattr(out_of_memory, "cheapest_changes", lambda _options, model, *_: seen.append(model) or ["--a"])
+    out_of_memory._changes(plan, 16, 16, CPU, ())
+    assert [model.transformer.num_layers for model in seen] == [2]
+
+
+def test_a_gradient_that_is_no_number_is_told_with_the_timesteps(tiny_run: TinyRun, tmp_path: Path):
+    run = Run(planned(tiny_run, tmp_path), None, CPU, [], Ranks())  # type: ignore[arg-type]
+    record = {"step": 3, "names": ["a.png", "b.png"], "sigmas": [0.5, 0.889], "losses": [1.0, 2.0], "grad_norm": inf}
+    with pytest.raises(WangenError) as error:
+        refuse_not_finite(record, run)
+    named = "a.png at timestep 500, b.png at timestep 889"
+    assert error.value.found == f"the gradient is not finite at step 3, on {named}; no state was saved yet"

@@ -181,7 +181,10 @@ def test_adafactor_takes_the_learning_rate_unless_told_otherwise() -> None:
     ("changes", "words"),
     [
         ({"optimizer_type": "NoSuch"}, "there is no optimizer NoSuch"),
-        ({"optimizer_type": "no_such_package.Optimizer"}, "pip install no_such_package"),
+        (
+            {"optimizer_type": "no_such_package.Optimizer"},
+            "or install the package no_such_package if that is what you mean",
+        ),
         ({"optimizer_type": "torch.optim.no_such.Optimizer"}, "mend the path"),
         ({"optimizer_type": ".others.Counting"}, "mend the path"),
         ({"optimizer_type": "others.NoSuch"}, "there is no optimizer others.NoSuch"),

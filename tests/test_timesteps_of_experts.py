@@ -75,9 +75,9 @@ def test_what_is_said_to_an_expert_that_gets_nothing_helps_it(flags, expert, cur
 @pytest.mark.parametrize(
     ("share", "num_steps", "why", "cure"),
     [
-        (None, 3, r"12\.50% of the timesteps are its own",
+        (None, 3, r"12\.5% of the timesteps are its own",
          "--high_noise_share 0.5, --max_train_steps 5 or more, another --timestep_sampling"),
-        (None, 1, r"12\.50% of the timesteps are its own", "--max_train_steps 5 or more, another --timestep_sampling"),
+        (None, 1, r"12\.5% of the timesteps are its own", "--max_train_steps 5 or more, another --timestep_sampling"),
         (0.001, 400, r"--high_noise_share 0\.001 leaves it 0\.10% of them",
          "--high_noise_share 0.5, --max_train_steps 501 or more"),
         (0.5, 1, r"--high_noise_share 0\.5 leaves it 50\.00% of them", "--max_train_steps 2 or more"),

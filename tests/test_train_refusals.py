@@ -234,6 +234,7 @@ def test_every_weight_trains_with_the_flags_that_scripts_spell_out(tiny_run, tmp
         ({"blocks_to_swap": 1, "checkpointing": "none"}, "--blocks_to_swap needs checkpointing"),
         ({"checkpointing": "none", "gradient_checkpointing_cpu_offload": True}, "it is switched off"),
         ({"plain": True, "checkpointing": "selective"}, "--plain knows no"),
+        ({"plain": True, "attention": "sage"}, "the kernel of --attention sage has no gradient of its own"),
         ({"plain": True, "blocks_to_swap": 1}, "--plain knows no"),
         ({"train_mode": "full", "quantize": "fp8"}, "none can be quantised"),
         ({"train_mode": "full", "blocks_to_swap": 1}, "none can be quantised or swapped"),

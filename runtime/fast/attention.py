@@ -28,9 +28,17 @@ from wangen.runtime.fast.attention_operators import (
 from wangen.runtime.fast.attention_pieces import in_pieces, num_pieces
 from wangen.runtime.fast.attention_stash import Stash
 
-__all__ = ["MODULES", "PACKAGES", "Kernel", "Stash", "choose_kernel", "pad_biases", "try_kernel"]
+__all__ = [
+    "KERNEL_FAILURES", "MODULES", "PACKAGES", "Kernel", "Stash", "choose_kernel", "pad_biases", "try_kernel",
+    "warn_of_another",
+]  # fmt: skip
 
 log = logging.getLogger("wangen")
+
+KERNEL_FAILURES = (
+    ImportError, OSError, RuntimeError, ValueError, TypeError, AttributeError, AssertionError,
+)  # fmt: skip
+"""A package built for another PyTorch fails with any of these, some kernels with a bare assert."""
 
 PACKAGES = {"flash": "flash-attn", "flash3": "flash-attn-3", "xformers": "xformers", "sage": "sageattention"}
 """The pip package of each kernel that PyTorch does not bring."""
@@ -239,9 +247,14 @@ def _choose(name: str, device: torch.device, dtype: torch.dtype, backward: bool)
     if name in ("auto", "sdpa"):
         return sdpa
     chosen = _choose("auto", device, dtype, backward)
-    log.warning("attention kernel %s does not run here (%s): %s takes its place; %s needs a GPU and "
-                "`pip install %s`", name, reason, chosen.name, name, PACKAGES[name])  # fmt: skip
+    warn_of_another(name, reason, chosen.name)
     return chosen
+
+
+def warn_of_another(name: str, reason: str, chosen: str) -> None:
+    """Say that a kernel takes the place of the one that was asked for, and what would have to be installed."""
+    log.warning("attention kernel %s does not run here (%s): %s takes its place; %s needs a GPU and "
+                "`pip install %s`", name, reason, chosen, name, PACKAGES[name])  # fmt: skip
 
 
 def try_kernel(
@@ -258,8 +271,7 @@ def try_kernel(
     try:
         kernel = _make(name, device, dtype)
         _try(kernel, device, dtype, backward=backward)
-    # A package built for another PyTorch fails with any of these, some kernels with a bare assert.
-    except (ImportError, OSError, RuntimeError, ValueError, TypeError, AttributeError, AssertionError) as error:
+    except KERNEL_FAILURES as error:
         return None, str(error).splitlines()[0] if str(error) else type(error).__name__
     return kernel, ""
 

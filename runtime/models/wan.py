@@ -145,9 +145,6 @@ def velocity_model(
     """What velocities are predicted with: `FastWan`, or the library's forward with `compute.plain`.
 
     `backward` asks for an attention kernel that has a gradient.
-
-    Raises:
-        WangenError: the attention kernel does not run here, and none can stand in for it.
     """
     if compute.plain:
         name = set_attention(transformer, compute.attention, device, dtype, backward=backward)

@@ -133,8 +133,8 @@ def select_modules(names: Iterable[str], options: Train, model: profiles.Model, 
     kept = set(listed).intersection(set().union(*include) if include else listed)
     kept -= set().union(*exclude) - set().union(*spared)
     if not kept:
-        raise UsageError("--include_patterns and --exclude_patterns leave no layer to train",
-                         cure="leave --exclude_patterns out, or exclude less")  # fmt: skip
+        given = " and ".join([*(["--include_patterns"] if include else []), "--exclude_patterns"])
+        raise UsageError(f"{given}: no layer is left to train", cure="leave --exclude_patterns out, or exclude less")
     return [name for name in listed if name in kept]
 
 

@@ -21,15 +21,14 @@ def refuse_not_finite(record: Mapping[str, Any], run: Run) -> None:
     Raises:
         WangenError: the items, their timesteps and the last good state.
     """
-    bad = [
-        f"{name} at timestep {1000 * sigma:.0f}"
-        for name, sigma, loss in zip(record["names"], record["sigmas"], record["losses"], strict=True)
-        if not math.isfinite(loss)
+    items = [
+        f"{name} at timestep {1000 * sigma:.0f}" for name, sigma in zip(record["names"], record["sigmas"], strict=True)
     ]
+    bad = [item for item, loss in zip(items, record["losses"], strict=True) if not math.isfinite(loss)]
     if not bad and math.isfinite(record["grad_norm"]):
         return
     what = "loss" if bad else "gradient"
-    named = ", ".join(bad or record["names"])
+    named = ", ".join(bad or items)
     last, again = _last_good(run)
     first = ", and at --dit, which may be damaged" if record["step"] == 1 else ""
     exact = "" if run.plan.options.mixed_precision == "no" else " or use --mixed_precision no"

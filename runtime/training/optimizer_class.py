@@ -138,5 +138,7 @@ def _imported(module: str, path: str) -> ModuleType:
     except (ImportError, TypeError) as error:  # a path that begins with a dot is a TypeError
         package = module.split(".")[0]
         missing = package and find_spec(package) is None
-        cure = f"pip install {package}" if missing else f"mend the path or that package: {error}"
+        cure = f"mend the path or that package: {error}"
+        if missing:  # whoever has taken a name that is only mistyped would be installed
+            cure = f"correct the path, or install the package {package} if that is what you mean"
         raise UsageError(f"there is no optimizer {path}", cure=cure) from None

@@ -310,7 +310,7 @@ def _starved(
         sigmas: its lowest and highest.
         num_steps: of both experts.
     """
-    why = f"{natural:.2%} of the timesteps are its own"
+    why = f"{100 * natural:.3g}% of the timesteps are its own"
     if natural < LEAST_SHARE:  # then no share of the steps would help
         ways = more_draws(options, *sigmas)
     else:

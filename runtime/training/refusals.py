@@ -1,7 +1,6 @@
 """Everything about a training run's flags that can be judged before a model loads, from flags and headers."""
 
 import logging
-import re
 from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
@@ -15,7 +14,7 @@ from wangen.generator.edit_tasks import task_warning
 from wangen.generator.errors import UsageError
 from wangen.generator.experts import ORDER, choose_boundary, expect_two_experts, expert_of, lora_of_the_other
 from wangen.generator.formats import Header
-from wangen.generator.headers import read_header, shards
+from wangen.generator.headers import num_blocks, read_header, shards
 from wangen.generator.kinds import expect
 from wangen.generator.launch import Launch
 from wangen.generator.memory import LONG_TEXT
@@ -130,7 +129,7 @@ def for_its_steps(plan: Plan, asked: Train, free: int | None, launch: Launch) ->
         found = for_smaller_steps(plan.options, asked, plan.model, plan.tokens_with(LONG_TEXT), free)
         files = (getattr(asked, name) for name in trained_transformers(asked, plan.model))
         layers = plan.model.transformer.num_layers
-        if found != plan.options and all(_num_blocks(read_header(file)) == layers for file in files):
+        if found != plan.options and all(num_blocks(read_header(file)) == layers for file in files):
             plan = replace(plan, options=found)
     tokens = plan.tokens_of_a_pass(launch.count)
     require_fitting(plan.options, asked, plan.model, tokens, free, launch.shards(asked.parallel))
@@ -232,13 +231,8 @@ def _expect_files(options: Train, model: profiles.Model) -> None:
 
 def _refuse_blocks(options: Train, header: Header) -> None:
     """More blocks to swap than the file has blocks that are recomputed."""
-    if number := _num_blocks(header):
+    if number := num_blocks(header):
         refuse_more_blocks(options, number)
-
-
-def _num_blocks(header: Header) -> int:
-    found = (re.search(r"(?:^|\.|transformer_)blocks\.(\d+)\.", name) for name in header.tensors)
-    return len({match[1] for match in found if match})
 
 
 def _warn_of_the_other_expert(options: Train) -> None:

@@ -56,9 +56,6 @@ def velocity_model(
     """What velocities are predicted with: `FastQwen`, or the library's forward with `compute.plain`.
 
     `backward` asks for an attention kernel that has a gradient.
-
-    Raises:
-        WangenError: the attention kernel does not run here, and none can stand in for it.
     """
     if compute.plain:
         from wangen.runtime.models.qwen_image_edit.transformer import predict_velocity
