@@ -14,14 +14,20 @@ from wangen.generator.workspace import Workspace
 
 
 def source_of(place: Workspace, slug: str, settings: DatasetSettings) -> Source | None:
-    """What would be published now; None when the dataset is not on this machine."""
+    """What would be published now; None when the dataset is not on this machine.
+
+    Raises:
+        WangenError: it is there, and cannot be read.
+    """
     if settings.footage:
         return None
     try:
         origin = origin_of(place, slug)
-        return read_source(origin, place.profile(settings.model), memo=memo_path(place, slug), keep_memo=False)
     except WangenError:
         return None
+    if not origin.exists():
+        return None
+    return read_source(origin, place.profile(settings.model), memo=memo_path(place, slug), keep_memo=False)
 
 
 def changes(bundle: BundlePlan, slug: str) -> str:

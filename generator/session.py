@@ -125,6 +125,31 @@ def _require_files(step: Step) -> None:
             if found and (option.name, found) != ("log_file", "a device"):
                 raise UsageError(f"--{option.name} is {found}, neither a file nor a folder", where=str(path),
                                  cure="give a file or a folder; save what a program writes first")  # fmt: skip
+            if isinstance(path, Path) and option.name not in _OWN:
+                _require_apart(step, option.name, path)
+
+
+_OWN = ("log_file", "lock", "report_dir")
+"""Flags of what every step writes beside its work."""
+
+
+def _require_apart(step: Step, name: str, path: Path) -> None:
+    """Refuse a log or a report that would be written into a file that the step reads or makes.
+
+    Raises:
+        UsageError: it would.
+    """
+    report = step.report_dir / step.report_name if step.report_dir else None
+    for own, flag in ((step.log_file, "--log_file"), (report, "--report_dir")):
+        if own and (path.absolute() == own.absolute() or _same_file(own, path)):
+            raise UsageError(f"{flag} would write into what --{name} names", where=str(own), cure="give another one")
+
+
+def _same_file(one: Path, other: Path) -> bool:
+    try:
+        return one.samefile(other)
+    except OSError:  # one is not there
+        return False
 
 
 def _guarded(step: Step) -> int:

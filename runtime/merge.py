@@ -19,7 +19,7 @@ from wangen.generator.companions import CLEAN_CONTROLS, Contents, sort_out, stri
 from wangen.generator.errors import UsageError, WangenError
 from wangen.generator.experts import expert_of
 from wangen.generator.files import write_text
-from wangen.generator.formats import Header, TensorInfo
+from wangen.generator.formats import DOWNLOAD_AGAIN, Header, TensorInfo
 from wangen.generator.header_keys import CONVERTED, EXPERT, MERGED
 from wangen.generator.headers import has_clean_controls
 from wangen.generator.kinds import expect, judge
@@ -162,6 +162,9 @@ def _changes(contents: Contents, sources: Sequence[Source]) -> dict[str, list[Ch
             if weight is None:
                 continue
             require_size(name, weight, info.shape, str(source.path))
+            if not is_quantized(info) and not _dtype(info).is_floating_point:
+                raise WangenError(f"{name} is stored as {info.dtype}, whole numbers whose scale nothing says",
+                                  where=info.file, cure=DOWNLOAD_AGAIN)  # fmt: skip
             fits = True
             if abs(factor := source.multiplier * weight.scale) > FLOAT32_MAX:
                 raise WangenError(f"strength {source.multiplier:g} times alpha / rank of {_module(name)} is too large",

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from wangen.generator.errors import UsageError, WangenError
+from wangen.generator.errors import UsageError, WangenError, bytes_text
 from wangen.generator.files import write_whole
 from wangen.generator.kinds import Facts, examine
 from wangen.runtime.dtypes import DTYPE_NAMES
@@ -116,7 +116,7 @@ def require_space(path: Path, num_bytes: int) -> None:
     free = shutil.disk_usage(path.parent).free
     if free < num_bytes:
         raise WangenError(
-            f"the new file takes {num_bytes / 2**30:.1f} GiB and {free / 2**30:.1f} GiB are free",
+            f"the new file takes {bytes_text(num_bytes)} and {bytes_text(free)} are free",
             where=str(path.parent),
             cure="free space or give another --save_path",
         )

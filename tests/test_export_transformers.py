@@ -327,10 +327,20 @@ def test_the_file_that_is_read_stays(tmp_path: Path, capsys):
     assert (folder / WEIGHTS).read_bytes() == before
 
 
+@pytest.mark.parametrize("more", [[], ["--dtype", "bfloat16"]])
+def test_whole_numbers_are_no_weights_to_add_to(tmp_path: Path, capsys, more: list[str]):
+    tensors, name = load_file(DIT), "blocks.0.self_attn.q.weight"
+    save_file(tensors | {name: tensors[name].to(torch.int8)}, whole := tmp_path / "whole.safetensors")
+    lora, out = LORAS["t2v21"], tmp_path / "out.safetensors"
+    said = refused(capsys, "--dit", whole, "--lora_weight", lora, "--save_path", out, *more)
+    assert f"{name} is stored as I8, whole numbers whose scale nothing says" in said
+    assert not out.exists()
+
+
 def test_a_disk_without_room_is_said_before_anything_is_written(tmp_path: Path, capsys, monkeypatch):
     monkeypatch.setattr(shutil, "disk_usage", lambda _: shutil._ntuple_diskusage(10, 9, 1000))
     said = refused(capsys, "--dit", DIT, "--layout", "diffusers", "--save_path", tmp_path / "transformer")
-    assert "the new file takes 0.0 GiB" in said
+    assert "the new file takes 6.3 MB and 1.0 kB are free" in said
     assert not list((tmp_path / "transformer").iterdir())
 
 

@@ -272,3 +272,20 @@ def test_in_a_job_of_slurm_the_line_that_submits_is_named(monkeypatch):
         with_flag("train", "--gradient_accumulation_steps 2") == "train_cats.sh train --gradient_accumulation_steps 2"
     )
     assert with_flag("generate", "--fresh") == "train_cats.sh generate --fresh"
+
+
+@pytest.mark.parametrize("flag", ["log_file", "report_dir"])
+@pytest.mark.parametrize("by", ["name", "link"])
+def test_a_log_and_a_report_are_not_written_into_what_a_step_reads(good, tmp_path, capsys, flag, by):
+    """A log is appended: the first line would spoil a weight file."""
+    weights = tmp_path / "out" / "check.report.json"
+    weights.parent.mkdir()
+    weights.write_bytes(b"weights")
+    if by == "link":
+        (tmp_path / "other.safetensors").symlink_to(weights)
+    given = {"vae": tmp_path / "other.safetensors" if by == "link" else weights, flag: weights}
+    if flag == "report_dir":
+        given[flag] = weights.parent
+    assert execute(replace(good, **given)) == 2
+    assert f"--{flag} would write into what --vae names" in capsys.readouterr().err
+    assert weights.read_bytes() == b"weights"

@@ -247,7 +247,11 @@ def _look_at_media(found: Inventory, folder: Path, seen: _Seen) -> None:
     num_kept = len(kept)
     for path in (path for path in entries if path.name in names):
         with suppress(FileNotFoundError):
-            record = known.match(path)
+            try:
+                record = known.match(path)
+            except WangenError as error:
+                kept.append((path, error.found))
+                continue
             last = record or known.files.get(path.name, Record())
             lost = last.origin and not last.is_caption and not Path(last.origin).is_file()
             if record and _spare(path, record, seen):

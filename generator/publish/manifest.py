@@ -183,6 +183,11 @@ def _record(raw: list[Any]) -> Record:
 
 
 def _is(path: Path, record: Record) -> bool:
+    """Whether a file is what was written, or is now what its source is.
+
+    Raises:
+        WangenError: it cannot be read, so that nobody knows.
+    """
     try:
         if record.is_caption:
             return caption_record(path.read_bytes()) == record.made_of
@@ -191,8 +196,10 @@ def _is(path: Path, record: Record) -> bool:
         if in_time and not record.digest:  # a publish that was interrupted knows no more
             return True
         return _same_content(path, record, stat.st_size)
-    except OSError:
+    except (FileNotFoundError, NotADirectoryError):
         return False
+    except OSError as error:
+        raise unreadable(Path(error.filename or path), error) from None
 
 
 def _same_content(path: Path, record: Record, num_bytes: int) -> bool:
