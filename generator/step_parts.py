@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any, ClassVar, Literal
 
 from wangen.generator.errors import UsageError
+from wangen.generator.formats import WEIGHT_SUFFIXES
 from wangen.generator.table import SMOKE, Step, flag
 
 Attention = Literal["auto", "sdpa", "flash", "flash3", "xformers", "sage"]
@@ -63,7 +64,7 @@ def of_try(lora: Path) -> Path:
     >>> of_try(Path("outputs/wan2.1_cats")).as_posix(), of_try(Path("Cats.SAFETENSORS")).as_posix()
     ('outputs/wan2.1_cats/smoke', 'Cats.SAFETENSORS')
     """
-    return lora if lora.suffix.lower() in (".safetensors", ".pt", ".pth", ".ckpt", ".bin") else lora / SMOKE
+    return lora if lora.suffix.lower() in WEIGHT_SUFFIXES else lora / SMOKE
 
 
 def require_try(path: Path, flag: str) -> None:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 from wangen.generator.errors import UsageError, many
 from wangen.generator.experts import expert_of, lora_of_the_other
 from wangen.generator.files import write_text
+from wangen.generator.formats import WEIGHT_SUFFIXES
 from wangen.generator.lora_config import is_safetensors, lora_file, lora_identity
 from wangen.generator.session import Report
 from wangen.generator.steps import Export
@@ -25,8 +26,6 @@ if TYPE_CHECKING:
 log = logging.getLogger("wangen")
 
 MAX_NAMES = 8
-WEIGHT_SUFFIXES = (".safetensors", ".pth", ".pt", ".ckpt", ".bin", ".gguf")
-"""Endings that no folder is meant by."""
 
 
 def run(options: Export) -> Report:

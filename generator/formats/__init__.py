@@ -11,6 +11,9 @@ from typing import Literal
 
 from wangen.generator.errors import WangenError
 
+WEIGHT_SUFFIXES = (".safetensors", ".pth", ".pt", ".ckpt", ".bin", ".gguf")
+"""How people's files of weights end; a folder is not called so."""
+
 DOWNLOAD_AGAIN = "download or copy the file again"
 MAX_DIMS = 64  # what PyTorch can index
 MAX_SIZE = 2**63 - 1

@@ -186,7 +186,7 @@ def _flag(call: Call, word: Word, position: int) -> int:
     count = free - position if spec.count == MANY else min(spec.count, free - position)
     taken = inline if inline else tuple(call.args[position : position + count])
     call.flags.append(Given(spec.name, spelled, taken, word.line))
-    call.faults += _values(call, spec, spelled, taken, word.line)
+    call.faults += _values(spec, spelled, taken, word.line)
     return position if inline else position + count
 
 
@@ -220,7 +220,7 @@ def _answer(program: str, name: str) -> str:
     return f"did you mean --{near[0]}?" if near else f"take it off; {program}.py --help lists the flags"
 
 
-def _values(call: Call, spec: Spec, spelled: str, values: tuple[Word, ...], line: int) -> list[Fault]:
+def _values(spec: Spec, spelled: str, values: tuple[Word, ...], line: int) -> list[Fault]:
     """What is wrong with the values of one flag."""
     if spec.count not in (MANY, len(values)):
         wanted = "a value" if spec.count == 1 else f"{spec.count} values"

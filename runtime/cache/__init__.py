@@ -25,7 +25,6 @@ from wangen.runtime.cache.recipes import (
     digest,
     prompt_digest,
 )
-from wangen.runtime.cache.words import difference
 
 __all__ = [
     "EDIT_NAMES",
@@ -45,7 +44,6 @@ __all__ = [
     "State",
     "Verdict",
     "decoded_by",
-    "difference",
     "digest",
     "load",
     "payload_digest",

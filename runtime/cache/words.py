@@ -31,15 +31,6 @@ _NAMED = {
 _UNSET = {"source_fps": "the file's own", "background": "white"}
 
 
-def difference(entry: Entry, recipe: Recipe, encoder: Encoder | None) -> str:
-    """Why an entry is stale, in words: all that differs.
-
-    Raises:
-        CorruptEntryError: the entry changed since it was judged.
-    """
-    return "; ".join(differences(entry, recipe, encoder))
-
-
 def differences(entry: Entry, recipe: Recipe, encoder: Encoder | None) -> tuple[str, ...]:
     """What differs between an entry and what is needed, one phrase for each thing.
 

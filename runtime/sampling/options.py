@@ -69,7 +69,7 @@ def resolved(options: Generate, model: Model, device: torch.device) -> Generate:
         "plain": bool(options.plain),
     }
     options = replace(options, **changes)
-    _refuse_beside_plain(options, model)
+    _refuse_beside_plain(options)
     return options
 
 
@@ -152,7 +152,7 @@ def prompts_of(options: Generate, model: Model) -> list[SamplePrompt]:
     return [replace(prompt, seed=prompt.seed + more) for prompt in prompts for more in range(options.num_videos)]
 
 
-def _refuse_beside_plain(options: Generate, model: Model) -> None:
+def _refuse_beside_plain(options: Generate) -> None:
     if options.plain and (options.blocks_to_swap or options.compile):
         raise UsageError("--plain knows no block swap and no --compile", cure="leave it out")
     if options.blocks_to_swap and options.blocks_to_swap < 0:
