@@ -1,10 +1,4 @@
-"""A run's folder in place of a LoRA's file: which of the LoRAs there is meant. No torch is imported.
-
-A run leaves `NAME.safetensors` when it is done, on its way `NAME-000003.safetensors` (after an epoch) and
-`NAME-step00000500.safetensors`, with `--keep_best` `NAME-best.safetensors`, and with `--ema_decay` averages of most of
-them, `…-ema`. Of two experts each has its own: `NAME_high_noise…`, `NAME_low_noise…`. What a later start set aside is
-`NAME-kept-step00000500.safetensors`.
-"""
+"""A run's folder in place of a LoRA's file: which of the LoRAs there is meant. No torch is imported."""
 
 import json
 import logging
@@ -20,12 +14,10 @@ from wangen.generator.headers import read_header
 from wangen.generator.kinds import kind_of
 from wangen.generator.lora_config import ADAPTER_FILE, DIFFUSERS_FILE
 from wangen.generator.run_folder import TRAIN_REPORT
+from wangen.generator.run_names import BEST, EPOCH_PART, EXPERT_PART, EXPERTS, FORM_PART, LORA_PARTS, STEP_PART
 from wangen.generator.step_parts import require_try
 
 log = logging.getLogger("wangen")
-
-BEST, AVERAGE, KEPT = "-best", "-ema", "-kept"
-EXPERTS = ("high_noise", "low_noise")
 
 _OTHER_EXPERTS = {
     "--lora_weight": "--lora_weight_high_noise",
@@ -35,18 +27,7 @@ _OTHER_EXPERTS = {
 }
 """Flags for the LoRAs of one expert -> the other one's."""
 
-LAYOUTS = ("comfyui", "kohya", "diffusers")
-"""What may follow the name of a LoRA that was saved in several layouts."""
-
-_NUMBER = r"-(?:step(?P<step>\d{8})|(?P<epoch>\d{6}))"
-_LAST_PARTS = rf"(?:{AVERAGE})?(?:-(?:{'|'.join(LAYOUTS)}))?\.safetensors"
-"""Of a file's name."""
-
-_NAME = re.compile(
-    rf"(?P<run>.+?)(?:_(?P<expert>{'|'.join(EXPERTS)}))?"
-    rf"(?:(?P<kept>{KEPT}\d*)?-step(?P<step>\d{{8}})|-(?P<epoch>\d{{6}})|(?P<best>{BEST}))?"
-    rf"(?P<average>{AVERAGE})?(?P<layout>-(?:{'|'.join(LAYOUTS)}))?"
-)
+_NAME = re.compile(rf"(?P<run>.+?){EXPERT_PART}{LORA_PARTS}")
 
 
 def steps_of_epoch(metadata: Mapping[str, str]) -> str | None:
@@ -68,7 +49,7 @@ def numbered(stem: str) -> re.Pattern[str]:
     >>> numbered("cats").fullmatch("cats-step00000020-ema.safetensors")["step"]
     '00000020'
     """
-    return re.compile(re.escape(stem) + _NUMBER + _LAST_PARTS)
+    return re.compile(rf"{re.escape(stem)}(?:{STEP_PART}|{EPOCH_PART}){FORM_PART}\.safetensors")
 
 
 def written_by(stem: str) -> re.Pattern[str]:
@@ -77,7 +58,7 @@ def written_by(stem: str) -> re.Pattern[str]:
     >>> [bool(written_by("cats").fullmatch(f"cats{end}.safetensors")) for end in ("", "-best", "-kept2-step00000020")]
     [True, True, False]
     """
-    return re.compile(rf"{re.escape(stem)}(?:{_NUMBER}|{BEST})?{_LAST_PARTS}")
+    return re.compile(rf"{re.escape(stem)}(?:{STEP_PART}|{EPOCH_PART}|{BEST})?{FORM_PART}\.safetensors")
 
 
 @dataclass(frozen=True)

@@ -11,10 +11,11 @@ from wangen import profiles
 from wangen.generator.cli import main
 from wangen.generator.errors import UsageError, WangenError
 from wangen.generator.lora_config import lora_identity
+from wangen.generator.run_names import EXPERTS
 from wangen.generator.steps import Train
 from wangen.runtime import train
 from wangen.runtime.evaluation.candidates import find_candidates
-from wangen.runtime.lora_folder import EXPERTS, find_lora, lora_checkpoints, of_last_run, require_one_run
+from wangen.runtime.lora_folder import find_lora, lora_checkpoints, of_last_run, require_one_run
 from wangen.runtime.training.refusals import resolved
 
 FLAG = "--lora_weight"

@@ -18,9 +18,9 @@ from safetensors.torch import load_file
 from tiny import TinyRun, state_folder
 
 from wangen.generator.errors import WangenError
+from wangen.generator.run_names import BEST
 from wangen.generator.steps import Train
 from wangen.runtime import train
-from wangen.runtime.lora_folder import BEST
 from wangen.runtime.training import checkpoint, loop, prepared, saving, watching
 from wangen.runtime.training.optim import Optimization
 from wangen.runtime.training.trackers import Trackers

@@ -30,6 +30,7 @@ from wangen.generator.run_folder import (
     TRACES,
     VIDEOS,
 )
+from wangen.generator.run_names import EXPERT_PART, EXPERTS, LORA_PARTS, SAMPLE_PARTS
 from wangen.generator.session import report_files
 from wangen.generator.steps import STEPS
 
@@ -41,17 +42,14 @@ _CACHE_NOTES = re.compile(
 _PACK = re.compile(r"[0-9a-f]{20}\.(tar|index\.safetensors)")
 _TEMPORARY = re.compile(r"\..*-[0-9a-f]{24}\.tmp")
 _STATE = re.compile(r"step-\d{8}(-old)?|\.staging-\d{8}")
-_EXPERT = r"(_(high|low)_noise)?"
 _PARTS, _PART_FILES = "parts", re.compile(r"__\d+_\d+\.distcp(\.crc32)?|\.metadata|.*\.tmp")
 """Of a state of weights in parts: the folder, and what it holds."""
-_STATE_FILES = re.compile(rf"state\.json|(adapter|optimizer|ema){_EXPERT}\.safetensors|.*\.tmp")
-_LAYOUT = r"(-ema)?(-(comfyui|kohya|diffusers))?\.safetensors"
-_ON_THE_WAY = re.compile(rf"{_EXPERT}-(step\d{{8}}|\d{{6}}){_LAYOUT}")
-_FINISHED = re.compile(rf"{_EXPERT}(-best|-kept\d*-step\d{{8}})?{_LAYOUT}")
+_STATE_FILES = re.compile(rf"state\.json|(adapter|optimizer|ema){EXPERT_PART}\.safetensors|.*\.tmp")
+_LORA = re.compile(rf"{EXPERT_PART}{LORA_PARTS}\.safetensors")
 _MAX_LINE = 1 << 20
-_SAMPLE = re.compile(rf"{_EXPERT}-step\d{{8}}-(continuation-)?\d+\.(mp4|png)")
+_SAMPLE = re.compile(SAMPLE_PARTS)
 _TRACE = re.compile(r"steps-\d+-\d+\.json\.gz|\.steps-\d+-\d+\.json\.gz\.tmp\.json\.gz")
-_NOTE = re.compile(rf"{_EXPERT}\.(wandb|mlflow)-run")
+_NOTE = re.compile(rf"{EXPERT_PART}\.(wandb|mlflow)-run")
 _LOSSES, _FRAME = re.compile(r"[0-9a-f]{20}\.json"), re.compile(r"[0-9a-f]{20}\.png")
 _MARKS = {".mp4": b"wangen", ".png": b"wangen", ".json": b'{"settings": '}
 """What stands in a video or picture of ours, and in what is known of it, by the ending."""
@@ -111,7 +109,7 @@ def _header(path: Path) -> dict[str, str]:
 
 def look_at_outputs(found: Inventory, folder: Path) -> None:
     """The folder of a run: its states, its LoRAs, and what was said and shown of them."""
-    states = [folder / f"{found.slug}{expert}-state" for expert in ("", "_high_noise", "_low_noise")]
+    states = [folder / f"{found.slug}{expert}-state" for expert in ("", *(f"_{name}" for name in EXPERTS))]
     for state in (path for part in states for path in entries_of(part) if _STATE.fullmatch(path.name)):
         found.files["checkpoints"] += [path for path in entries_of(state) if _STATE_FILES.fullmatch(path.name)]
         parts = entries_of(state / _PARTS)
@@ -122,11 +120,12 @@ def look_at_outputs(found: Inventory, folder: Path) -> None:
     for path in entries_of(folder):
         rest = path.name.removeprefix(found.slug)
         if rest != path.name and path.is_file():
-            part: Part | None = "checkpoints" if _ON_THE_WAY.fullmatch(rest) else None
-            part = part or ("outputs" if _FINISHED.fullmatch(rest) else None)
-            if part and FINGERPRINT in _header(path):
+            name = _LORA.fullmatch(rest)
+            on_the_way = name and (name["step"] or name["epoch"]) and not name["kept"]
+            part: Part = "checkpoints" if on_the_way else "outputs"
+            if name and FINGERPRINT in _header(path):
                 found.files[part].append(path)
-            elif part:
+            elif name:
                 found.kept[part].append((path, "no LoRA of ours by its header"))
     found.files["outputs"] += [*_reports(folder), *_experiment_logs(found, folder), *_watched(found, folder)]
     found.files["outputs"] += _judged(found, folder)

@@ -11,10 +11,11 @@ from wangen.generator.errors import UsageError, WangenError, many
 from wangen.generator.header_keys import EXPERT, JUDGED_AT
 from wangen.generator.headers import read_header
 from wangen.generator.lora_config import ADAPTER_FILE, is_safetensors, lora_file, lora_identity
+from wangen.generator.run_names import EXPERTS
 from wangen.generator.step_parts import require_try
 from wangen.runtime.evaluation.tables import Candidate
 from wangen.runtime.evaluation_file import BASE
-from wangen.runtime.lora_folder import EXPERTS, Checkpoint, lora_checkpoints, of_last_run
+from wangen.runtime.lora_folder import Checkpoint, lora_checkpoints, of_last_run
 
 log = logging.getLogger("wangen")
 

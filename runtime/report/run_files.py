@@ -12,8 +12,8 @@ from wangen.generator.files import is_file
 from wangen.generator.formats.one_file import read_file
 from wangen.generator.header_keys import AVERAGED, RUN_STEPS, TASK, TRAIN_MODE
 from wangen.generator.run_folder import EVALUATION, METRICS, SAMPLE_LIST, SAMPLES
+from wangen.generator.run_names import EXPERT_PART, LORA_PARTS, SAMPLE_PARTS
 from wangen.runtime.evaluation_file import Checkpoint, Evaluation, read_evaluation
-from wangen.runtime.lora_folder import AVERAGE, BEST, KEPT, LAYOUTS
 from wangen.runtime.report.metrics_log import MetricsLog, Record, num_steps, run_of
 from wangen.runtime.report.step_reports import begun_in, mapping, reports_of, time_s
 
@@ -26,13 +26,6 @@ MEDIA_SUFFIXES = {".mp4": "video/mp4", ".webm": "video/webm", ".png": "image/png
 
 _LEVELS = 4
 """So many folders above the run's may be that of its script."""
-
-_EXPERT = r"(?P<expert>_(?:high|low)_noise)?"
-_ENDING = (
-    rf"(?P<best>{BEST})?(?:(?P<kept>{KEPT}\d*)?-step(?P<step>\d{{8}})|-(?P<epoch>\d{{6}}))?(?P<ema>{AVERAGE})?"
-    rf"(?:-(?:{'|'.join(LAYOUTS)}))?"
-)
-_SAMPLE = _EXPERT + r"-step(?P<step>\d{8})-(?P<continued>continuation-)?(?P<number>\d+)\.(?:mp4|png)"
 
 
 @dataclass(frozen=True)
@@ -255,15 +248,15 @@ def _names(records: Sequence[Record]) -> list[str]:
 
 def _names_of_files(folder: Path) -> list[str]:
     """The names of runs of which only LoRAs or samples are left, the shortest first."""
-    loras = {re.sub(f"{_EXPERT}{_ENDING}$", "", path.stem) for path in folder.glob("*.safetensors")}
-    samples = [re.fullmatch(f"(?P<run>.+?){_SAMPLE}", path.name) for path in folder.glob(f"{SAMPLES}/*")]
+    loras = {re.sub(f"{EXPERT_PART}{LORA_PARTS}$", "", path.stem) for path in folder.glob("*.safetensors")}
+    samples = [re.fullmatch(f"(?P<run>.+?){SAMPLE_PARTS}", path.name) for path in folder.glob(f"{SAMPLES}/*")]
     names = loras or {match["run"] for match in samples if match}
     return sorted(names, key=lambda name: (len(name), name))
 
 
 def _lora_names(name: str) -> re.Pattern[str]:
     """What the LoRAs of a run are called."""
-    return re.compile(f"{re.escape(name)}{_EXPERT}{_ENDING}\\.safetensors")
+    return re.compile(f"{re.escape(name)}{EXPERT_PART}{LORA_PARTS}\\.safetensors")
 
 
 def _loras(folder: Path, name: str, problems: list[str]) -> Iterator[Lora]:
@@ -280,9 +273,9 @@ def _loras(folder: Path, name: str, problems: list[str]) -> Iterator[Lora]:
         told = match["step"] or metadata.get(RUN_STEPS) or metadata.get("ss_steps", "")
         on_the_way = "set aside" if match["kept"] else "on the way" if match["step"] or match["epoch"] else "finished"
         what = "best" if match["best"] else on_the_way
-        what += ", average" if match["ema"] or AVERAGED in metadata else ""
+        what += ", average" if match["average"] or AVERAGED in metadata else ""
         step = int(told) if told.isdecimal() else None
-        yield Lora(path, (match["expert"] or "")[1:], step, what, path.stat().st_size, metadata)
+        yield Lora(path, match["expert"] or "", step, what, path.stat().st_size, metadata)
 
 
 def _samples(folder: Path, name: str, problems: list[str]) -> Iterator[Sample]:
@@ -290,13 +283,13 @@ def _samples(folder: Path, name: str, problems: list[str]) -> Iterator[Sample]:
         return
     is_listed = is_file(folder / SAMPLE_LIST)
     lines, unlisted = dict(_sample_lines(folder / SAMPLE_LIST, problems)), 0
-    pattern = re.compile(re.escape(name) + _SAMPLE)
+    pattern = re.compile(re.escape(name) + SAMPLE_PARTS)
     for path in folder.iterdir():
         if (match := pattern.fullmatch(path.name)) and (file := _media(folder.resolve(), path.name)):
             if is_listed and path.name not in lines:
                 unlisted += time_s(path) < time_s(folder / SAMPLE_LIST)  # else it is of those that are being made
                 continue
-            expert = (match["expert"] or "")[1:]
+            expert = match["expert"] or ""
             settings, continued = lines.get(path.name, {}), bool(match["continued"])
             yield Sample(file, int(match["step"]), int(match["number"]), expert, settings, continued)
     for listed in sorted(lines):

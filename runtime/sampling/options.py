@@ -17,6 +17,7 @@ from wangen.generator.generate_step import DEFAULT_SEED
 from wangen.generator.headers import read_header
 from wangen.generator.kinds import expect
 from wangen.generator.lora_config import lora_file, lora_identity
+from wangen.generator.run_names import EXPERTS
 from wangen.generator.sample_prompts import MAX_SEED, SamplePrompt, defaults_of, make_prompt, read_prompts
 from wangen.generator.sampling_refusals import LORA_FLAGS, refuse_sampling
 from wangen.generator.steps import Generate
@@ -25,7 +26,7 @@ from wangen.runtime.adapters import is_dora, read_adapter
 from wangen.runtime.devices import DTYPES, choose_dtype, require_compiler
 from wangen.runtime.fast.attention import choose_kernel
 from wangen.runtime.lora import nothing_matches, require_size
-from wangen.runtime.lora_folder import EXPERTS, find_lora, has_lora, require_one_run
+from wangen.runtime.lora_folder import find_lora, has_lora, require_one_run
 from wangen.runtime.memory.blocks import in_a_block
 from wangen.runtime.sampling.scenes import Encoders
 from wangen.runtime.trained_on import fingerprints

@@ -9,6 +9,7 @@ import torch
 
 from wangen.generator.errors import WangenError, in_line
 from wangen.generator.run_folder import SAMPLES
+from wangen.generator.run_names import sample_name
 from wangen.runtime.continuations import (
     Clip,
     Continuations,
@@ -115,7 +116,7 @@ class Continuing:
 
 def _write(run: Run, number: int, clip: Clip, shown: "Frames") -> None:
     folder = run.plan.options.output_dir / SAMPLES
-    path = folder / f"{run.plan.name}-step{run.step:08d}-continuation-{number}.mp4"
+    path = folder / sample_name(run.plan.name, run.step, number, "mp4", continued=True)
     told = {"continues": clip.name, "given_frames": clip.given_frames, "shows": SHOWN,
             "guided_by_frames": clip.scene.prompt.guided and clip.scene.given.guides}  # fmt: skip
     settings = {**settings_of(run, clip.scene.prompt), **told}

@@ -16,6 +16,7 @@ from wangen.generator.header_keys import FINGERPRINT
 from wangen.generator.launch import Launch
 from wangen.generator.lora_config import lora_file
 from wangen.generator.run_folder import SAMPLES
+from wangen.generator.run_names import at_step
 from wangen.generator.session import with_flag
 from wangen.generator.steps import Train
 from wangen.generator.table import options as flags_of
@@ -303,7 +304,7 @@ def not_looked_at(plan: Plan, state: TrainingState) -> list[str]:
     if plan.held_out and VALIDATION not in state.facts:
         lines.append("the run came to its end without a validation: wangen evaluate makes one"
                      + (", and there is no best of it" if plan.options.keep_best else ""))  # fmt: skip
-    made = (plan.options.output_dir / SAMPLES).glob(f"{escape(plan.name)}-step{state.step:08d}-[0-9]*")
+    made = (plan.options.output_dir / SAMPLES).glob(f"{escape(plan.name)}{at_step(state.step)}-[0-9]*")
     if plan.options.sample_prompts and not any(made):
         lines.append("the run came to its end without samples: wangen generate --prompt_file makes them")
     return lines

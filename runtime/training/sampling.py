@@ -17,6 +17,7 @@ import torch
 from wangen.generator.errors import WangenError, in_line
 from wangen.generator.files import remove_left, write_text
 from wangen.generator.run_folder import SAMPLE_LIST, SAMPLES
+from wangen.generator.run_names import sample_name
 from wangen.generator.sample_prompts import SamplePrompt
 from wangen.generator.steps import Train
 from wangen.profiles import Model
@@ -183,7 +184,7 @@ def _decoded(
     decoder = Decoder(run.kind, Encoders.of(options), run.device, "use --vae_cache_cpu, or a smaller sample")
     for number, part in latents.items():
         ending = "png" if settings[number]["frames"] == 1 else "mp4"
-        path = options.output_dir / SAMPLES / f"{run.plan.name}-step{run.step:08d}-{number}.{ending}"
+        path = options.output_dir / SAMPLES / sample_name(run.plan.name, run.step, number, ending)
         try:
             video = decoder.decode(part, check)
             write_media(path, video, settings[number]["fps"],

@@ -14,8 +14,9 @@ from wangen.generator.errors import WangenError, in_line
 from wangen.generator.files import remove
 from wangen.generator.lock import RUN_LOCK, require_own
 from wangen.generator.plan.saves import has_state_windows, windows
+from wangen.generator.run_names import AVERAGE, BEST, at_epoch, at_step
 from wangen.runtime.lora import cast
-from wangen.runtime.lora_folder import AVERAGE, BEST, numbered
+from wangen.runtime.lora_folder import numbered
 from wangen.runtime.models import family
 from wangen.runtime.training import adapter_files, checkpoint, full
 from wangen.runtime.training.checkpoint import ExpertState, TrainingState
@@ -69,9 +70,9 @@ class Saving:
         suffixes = []
         epochs_done, rest = divmod(step, plan.steps_per_epoch)
         if options.save_every_n_steps and step % options.save_every_n_steps == 0:
-            suffixes.append(f"-step{step:08d}")
+            suffixes.append(at_step(step))
         if options.save_every_n_epochs and rest == 0 and epochs_done % options.save_every_n_epochs == 0:
-            suffixes.append(f"-{epochs_done:06d}")
+            suffixes.append(at_epoch(epochs_done))
         return suffixes
 
     def _state_due(self) -> bool:

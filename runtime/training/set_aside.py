@@ -14,7 +14,8 @@ from pathlib import Path
 from wangen.generator.errors import many
 from wangen.generator.files import replace
 from wangen.generator.header_keys import AVERAGED, FINGERPRINT, JUDGED_AT, RUN_STEPS
-from wangen.runtime.lora_folder import AVERAGE, BEST, KEPT, LAYOUTS, steps_of_epoch, told_by
+from wangen.generator.run_names import AVERAGE, BEST, EPOCH_PART, KEPT, LAYOUTS, at_step
+from wangen.runtime.lora_folder import steps_of_epoch, told_by
 from wangen.runtime.training.plan import ExpertPlan, Plan
 
 log = logging.getLogger("wangen")
@@ -71,7 +72,7 @@ def set_other_epochs_aside(plan: Plan) -> None:
     if not plan.options.output_dir.is_dir():
         return
     for expert in plan.experts:
-        name = re.compile(re.escape(plan.options.output_name + expert.suffix) + rf"-\d{{6}}({AVERAGE})?\.safetensors")
+        name = re.compile(rf"{re.escape(plan.file(expert).stem)}{EPOCH_PART}({AVERAGE})?\.safetensors")
         for path in sorted(filter(lambda path: name.fullmatch(path.name), plan.options.output_dir.iterdir())):
             told = told_by(path)
             before = steps_of_epoch(told) or ""
@@ -91,7 +92,7 @@ def _set_aside(plan: Plan, expert: ExpertPlan, path: Path, told: Mapping[str, st
              if (file := path.with_stem(path.stem + layout)).is_file()}  # fmt: skip
     for number in chain([""], map(str, count(2))):
         kept = {
-            layout: path.with_stem(f"{stem}{KEPT}{number}-step{int(step):08d}{average}{layout}") for layout in found
+            layout: path.with_stem(f"{stem}{KEPT}{number}{at_step(int(step))}{average}{layout}") for layout in found
         }
         if not any(file.exists() for file in kept.values()):
             break

@@ -16,11 +16,11 @@ import torch
 
 from wangen.generator.flops import NOTHING, StepFlops, step_flops
 from wangen.generator.run_folder import METRICS, SAMPLES
+from wangen.generator.run_names import BEST
 from wangen.generator.sample_prompts import defaults_of, read_prompts
 from wangen.runtime.cache import digest
 from wangen.runtime.interrupt import Interrupt
 from wangen.runtime.loader import background_of
-from wangen.runtime.lora_folder import BEST
 from wangen.runtime.models.inputs import WAN_TEXT_ROWS
 from wangen.runtime.training.adapter import disabled, replaced
 from wangen.runtime.training.continuing import Continuing
