@@ -6,11 +6,10 @@ import re
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
-from wangen.generator.errors import UsageError
+from wangen.generator.errors import UsageError, did_you_mean
 from wangen.generator.lora_keys import AdapterKind
 from wangen.generator.steps import Train
 
@@ -180,8 +179,7 @@ def _translated(given: Sequence[str], found: Settings) -> dict[str, Any]:
         elif key not in ("loraplus_lr_ratio", "verbose", *CONVOLUTIONS):  # the log says how many layers are trained
             known = ("include_patterns", "exclude_patterns", "loraplus_lr_ratio", "rank_dropout", "module_dropout",
                      "use_rslora", "use_dora", "factor", "decompose_both")  # fmt: skip
-            near = get_close_matches(key, known, 1)
-            cure = _REFUSED.get(key) or (f"did you mean {near[0]}?" if near else f"known are {', '.join(known)}")
+            cure = _REFUSED.get(key) or did_you_mean(key, known, f"known are {', '.join(known)}")
             raise UsageError(f"--network_args {key}= is not known here", cure=cure)
     return fields
 

@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 
 import click
 
-from wangen.generator.errors import UsageError
+from wangen.generator.errors import UsageError, did_you_mean, one_of
 from wangen.generator.plain_command import PlainCommand
 from wangen.generator.step_parts import OTHER_MODELS
 from wangen.generator.steps import STEPS
@@ -158,11 +158,8 @@ def _of_profile(step: type[Step], made: Mapping[str, Any]) -> dict[str, Any]:
     own = model.defaults.get(step.command, {})
     steps = {one.command for one in STEPS}
     if unknown := sorted(model.defaults.keys() - steps) or sorted(own.keys() - found.keys()):
-        from difflib import get_close_matches  # a caching step that has nothing to do does not wait for it
-
-        near = get_close_matches(unknown[0], steps | found.keys(), n=1)
         raise UsageError(f"the model profile {model.name} has defaults of {unknown[0]!r}: no such step or flag",
-                         cure=f"did you mean {near[0]}?" if near else "take them out of its file")  # fmt: skip
+                         cure=did_you_mean(unknown[0], steps | found.keys(), "take them out of its file"))  # fmt: skip
     return {name: convert(found[name], value) for name, value in own.items()}
 
 
@@ -342,13 +339,7 @@ def _scalar(option: Option, raw: Any, where: str) -> Any:
         raise UsageError(f"--{option.name} {raw}: {refused[text]}", where=where)
     choices = _choices(option)
     if choices and text not in choices:
-        from difflib import get_close_matches
-
-        near = get_close_matches(text, choices, n=1)
-        hint = f"did you mean {near[0]}? " if near else ""
-        raise UsageError(
-            f"--{option.name} has no value {raw!r}", where=where, cure=f"{hint}one of {', '.join(choices)}"
-        )
+        raise UsageError(f"--{option.name} has no value {raw!r}", where=where, cure=one_of(text, choices))
     try:
         value = option.kind(text)
         if isinstance(value, float) and not math.isfinite(value):

@@ -2,7 +2,7 @@
 
 import errno
 import os
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 WRONG_USAGE = 2
@@ -210,3 +210,32 @@ def duration_text(seconds: float) -> str:
     minutes, rest = divmod(round(seconds), 60)
     hours, minutes_left = divmod(minutes, 60)
     return f"{hours} h {minutes_left} min" if hours else f"{minutes} min {rest} s"
+
+
+def did_you_mean(name: str, names: Iterable[str], otherwise: str, *, form: str = "{}", cutoff: float = 0.6) -> str:
+    """The cure of a word that is not known: the nearest that is, or else what `otherwise` says.
+
+    Args:
+        name: the word.
+        names: the known ones.
+        otherwise: where none is near.
+        form: how a name is written.
+        cutoff: how near it has to be, from 0 to 1.
+
+    >>> did_you_mean("lerning_rate", ["learning_rate"], "take it off", form="--{}")
+    'did you mean --learning_rate?'
+    """
+    from difflib import get_close_matches  # a step that has nothing to do does not wait for it
+
+    near = get_close_matches(name, sorted(names), n=1, cutoff=cutoff)
+    return f"did you mean {form.format(near[0])}?" if near else otherwise
+
+
+def one_of(name: str, names: Iterable[str], *, cutoff: float = 0.6) -> str:
+    """All known words as a cure, and first the one that was probably meant.
+
+    >>> one_of("adam", ["AdamW", "Lion"])
+    'did you mean AdamW? one of AdamW, Lion'
+    """
+    known = list(names)
+    return " ".join(filter(None, (did_you_mean(name, known, "", cutoff=cutoff), f"one of {', '.join(known)}")))

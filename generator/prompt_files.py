@@ -9,11 +9,10 @@ import json
 import re
 import tomllib
 from collections.abc import Iterator, Mapping
-from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
-from wangen.generator.errors import UsageError, printable
+from wangen.generator.errors import UsageError, did_you_mean, printable
 from wangen.generator.files import read_file
 
 OPTIONS: Mapping[str, str] = {
@@ -136,7 +135,6 @@ def _table(entry: Any, where: str) -> Mapping[str, Any]:
         if key in ELSEWHERE:
             raise UsageError(f"{key}: {ELSEWHERE[key]}", where=where, cure="leave it out")
         if key not in known:
-            near = get_close_matches(key, known, n=1)
             raise UsageError(f"{printable(key)} is no key of a prompt", where=where,
-                             cure=f"did you mean {near[0]}?" if near else f"one of {', '.join(known)}")  # fmt: skip
+                             cure=did_you_mean(key, known, f"one of {', '.join(known)}"))  # fmt: skip
     return entry

@@ -11,13 +11,12 @@ import tomllib
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields, replace
-from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, Literal
 
 from wangen.generator import manifests
 from wangen.generator.dataset import CAPTION
-from wangen.generator.errors import UsageError, WangenError
+from wangen.generator.errors import UsageError, WangenError, did_you_mean
 from wangen.generator.files import read_file
 from wangen.generator.manifests import Clips, is_manifest, refuse_other_names
 from wangen.generator.resolutions import parse_resolution, resolution_name
@@ -174,8 +173,7 @@ def refuse_unknown(found: Mapping[str, Any], known: set[str], where: str) -> Non
     """
     for key, value in found.items():
         if key not in known and not asks_for_nothing(key, value):
-            near = get_close_matches(key, sorted(known), n=1)
-            cure = f"did you mean {near[0]}?" if near else f"known keys: {', '.join(sorted(known))}"
+            cure = did_you_mean(key, known, f"known keys: {', '.join(sorted(known))}")
             raise UsageError(f"unknown key {key!r}", where=where, cure=_ANSWERS.get(key, cure))
 
 

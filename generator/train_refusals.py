@@ -7,7 +7,7 @@ from pathlib import Path
 
 from wangen import profiles
 from wangen.generator.adapter_settings import loraplus_ratio, settings_of_flags
-from wangen.generator.errors import UsageError
+from wangen.generator.errors import UsageError, many
 from wangen.generator.expert_names import noise_of
 from wangen.generator.experts import choose_boundary
 from wangen.generator.formats import WEIGHT_SUFFIXES
@@ -265,8 +265,8 @@ def refuse_more_blocks(options: Train, num_blocks: int) -> None:
         raise UsageError(f"--checkpointing_free_blocks {options.checkpointing_free_blocks}: the model has "
                          f"{num_blocks} blocks", cure=f"give 0 to {num_blocks}{beside}")  # fmt: skip
     if (options.blocks_to_swap or 0) > room:
-        raise UsageError(f"--blocks_to_swap {options.blocks_to_swap}: of the blocks {room} are recomputed, and those "
-                         "can be swapped", cure=f"give 0 to {room}{beside}")  # fmt: skip
+        raise UsageError(f"--blocks_to_swap {options.blocks_to_swap}: only the {many(room, 'block')} that are "
+                         "recomputed can be swapped", cure=f"give 0 to {room}{beside}")  # fmt: skip
 
 
 def refuse_experts(options: Train, model: profiles.Model) -> None:

@@ -3,7 +3,7 @@
 import os
 from collections.abc import Iterable
 
-from wangen.generator.errors import UsageError
+from wangen.generator.errors import UsageError, did_you_mean
 from wangen.generator.steps import STEPS
 from wangen.generator.table import Step, spellings
 
@@ -40,8 +40,6 @@ def unknown_flags(step: type[Step], words: Iterable[str]) -> UsageError:
 
 def _instead(step: type[Step], name: str) -> str:
     """What to do in place of a flag that a step does not have."""
-    from difflib import get_close_matches
-
     from wangen.profiles.foreign import musubi
 
     if name in step.elsewhere:
@@ -53,8 +51,7 @@ def _instead(step: type[Step], name: str) -> str:
     if owners:
         return f"--{name} belongs to {' and '.join(owners)}: take it off this line"
     known = [spelling for spelling, *_ in spellings(step)]
-    near = get_close_matches(name, known, n=1, cutoff=0.65)
-    return f"did you mean --{near[0]}?" if near else f"wangen {step.command} --help lists the flags"
+    return did_you_mean(name, known, f"wangen {step.command} --help lists the flags", form="--{}", cutoff=0.65)
 
 
 def asks_for_nothing(step: type[Step], name: str, raw: object) -> bool:

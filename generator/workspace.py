@@ -7,16 +7,15 @@ Until a root is set, a platform is published to `published/<platform>/` as a bun
 import os
 import stat
 import tomllib
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
-from difflib import get_close_matches
 from pathlib import Path, PurePosixPath, PureWindowsPath
 from typing import Any
 
 from wangen import profiles
 from wangen.generator import platforms, tomls
 from wangen.generator.dataset_settings import DatasetSettings, read_settings
-from wangen.generator.errors import UsageError, WangenError
+from wangen.generator.errors import UsageError, WangenError, one_of
 from wangen.generator.files import write_text, write_whole
 from wangen.generator.paths import PathError, translate
 from wangen.generator.steps import Train
@@ -128,7 +127,7 @@ class Workspace:
         """
         chosen = name or self.model
         if chosen not in profiles.model_names():
-            raise UsageError(f"there is no model {chosen!r}", cure=_one_of(profiles.model_names(), str(chosen)))
+            raise UsageError(f"there is no model {chosen!r}", cure=one_of(str(chosen), profiles.model_names()))
         model = profiles.model(chosen)
         makes_clips = model.num_frames > 1
         frames = self.num_frames if self.num_frames and makes_clips else model.num_frames
@@ -150,7 +149,7 @@ class Workspace:
             UsageError: there is no such platform, or this host cannot see its root.
         """
         if name not in self.known_platforms:
-            raise UsageError(f"there is no platform {name!r}", cure=_one_of(self.known_platforms, name, cutoff=0.4))
+            raise UsageError(f"there is no platform {name!r}", cure=one_of(name, self.known_platforms, cutoff=0.4))
         platform, section = self.known_platforms[name], self.sections.get(name, {})
         return Target(
             platform=platform,
@@ -177,13 +176,6 @@ class Workspace:
             raise UsageError(f"this host cannot see {section['root']}", where=where,
                              cure="set host_root to how it is reached from here")  # fmt: skip
         return seen
-
-
-def _one_of(names: Iterable[str], near: str, *, cutoff: float = 0.6) -> str:
-    """All names as a cure, and first the one that was probably meant."""
-    known = list(names)
-    meant = get_close_matches(near, known, n=1, cutoff=cutoff)
-    return f"{f'did you mean {meant[0]}? ' if meant else ''}one of {', '.join(known)}"
 
 
 def init(folder: Path, model: str = DEFAULT_MODEL) -> Path:

@@ -110,6 +110,6 @@ def test_merging_a_gigabyte_takes_the_memory_of_a_few_tensors(tmp_path: Path, dt
 @pytest.mark.parametrize("strength", [1e39, -1e39])
 def test_a_strength_that_no_number_holds_is_refused_whichever_way_it_goes(strength: float):
     lora = {"blocks.0.attn1.to_q": LoraWeight(torch.ones(1, 2), torch.ones(2, 1), 1.0)}
-    contents = SimpleNamespace(weights={"blocks.0.self_attn.q.weight": SimpleNamespace(shape=(2, 2))})
+    contents = SimpleNamespace(weights={"blocks.0.self_attn.q.weight": SimpleNamespace(shape=(2, 2), dtype="F32")})
     with pytest.raises(WangenError, match="is too large"):
         merging._changes(contents, [Source(Path("a"), "", lora, strength)])  # type: ignore[arg-type]

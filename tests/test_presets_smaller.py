@@ -210,7 +210,7 @@ def test_training_looks_at_the_dataset(tiny_run: TinyRun, tmp_path, monkeypatch)
     preset = preset_flags(SMALL, "12")
     kept = train.run(tiny_run.options(tmp_path / "kept", **given, vram="12"))
     assert kept.inputs["memory"] == preset, "the file has two blocks of the model's thirty"
-    monkeypatch.setattr(refusals, "_num_blocks", lambda _: 30)
+    monkeypatch.setattr(refusals, "num_blocks", lambda _: 30)
     report = train.run(tiny_run.options(tmp_path / "a", **given, vram="12"))
     assert report.inputs["memory"] == {**preset, "checkpointing": "none", "checkpointing_free_blocks": 0,
                                        "gradient_checkpointing_cpu_offload": False}  # fmt: skip
@@ -225,7 +225,7 @@ def test_several_processes_keep_the_preset_and_others_look_at_the_dataset(tiny_r
     options = refusals.resolved(given, SMALL, None)
     plan = make_plan(options, SMALL, *read_training_samples(options, SMALL, Ranks()))
     assert refusals.for_its_steps(plan, given, None, Launch(count=2, local_count=2)) is plan
-    monkeypatch.setattr(refusals, "_num_blocks", lambda _: 30)
+    monkeypatch.setattr(refusals, "num_blocks", lambda _: 30)
     assert refusals.for_its_steps(plan, given, None, Launch()).options.gradient_checkpointing_cpu_offload is False
     assert refusals.for_its_steps(plan, given, None, Launch(count=2, local_count=2)) is plan
 

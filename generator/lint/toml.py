@@ -4,11 +4,10 @@ import re
 import tomllib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
-from wangen.generator.errors import WangenError
+from wangen.generator.errors import WangenError, did_you_mean
 from wangen.generator.files import read_file
 from wangen.generator.lint.kinds import Finding
 from wangen.generator.lint.script import HERE, UNKNOWN, Call, Script
@@ -238,9 +237,7 @@ def _unknown(call: Call, line: int, key: str, known: set[str]) -> Finding:
     except WangenError as error:
         if call.tool == "wangen":
             return Finding("toml-key", line, error.found, error.cure)
-    near = get_close_matches(key, sorted(known), n=1)
-    return Finding("toml-key", line, f"musubi-tuner refuses the key {key!r}",
-                   f"did you mean {near[0]}?" if near else "take it out")  # fmt: skip
+    return Finding("toml-key", line, f"musubi-tuner refuses the key {key!r}", did_you_mean(key, known, "take it out"))
 
 
 def _media(

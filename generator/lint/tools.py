@@ -5,13 +5,12 @@ wangen's flags come from the table of steps, musubi-tuner's from `profiles/tools
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from difflib import get_close_matches
 from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from wangen.generator import commands
-from wangen.generator.errors import WangenError
+from wangen.generator.errors import WangenError, did_you_mean, one_of
 from wangen.generator.lint.script import MORE, UNKNOWN, Call, Fault, Given, Word, is_flag
 from wangen.generator.table import Option, Step, missing, spellings
 from wangen.generator.unknown_flags import asks_for_nothing, unknown_flag
@@ -216,8 +215,7 @@ def _answer(program: str, name: str) -> str:
     owners = [f"{other}.py" for other in musubi()["steps"] if name in musubi_specs(other)]
     if owners:
         return f"it belongs to {' and '.join(owners)}: take it off this line"
-    near = get_close_matches(name, list(musubi_specs(program)), n=1)
-    return f"did you mean --{near[0]}?" if near else f"take it off; {program}.py --help lists the flags"
+    return did_you_mean(name, musubi_specs(program), f"take it off; {program}.py --help lists the flags", form="--{}")
 
 
 def _values(spec: Spec, spelled: str, values: tuple[Word, ...], line: int) -> list[Fault]:
@@ -245,10 +243,8 @@ def _own_value(spec: Spec, word: Word) -> list[Fault]:
 
 def _musubi_value(spec: Spec, spelled: str, word: Word) -> list[Fault]:
     if spec.choices and word.text not in spec.choices:
-        near = get_close_matches(word.text, spec.choices, n=1)
-        hint = f"did you mean {near[0]}? " if near else ""
-        return [Fault("value", word.line, f"{spelled} has no value '{word.text}'",
-                      f"{hint}one of {', '.join(spec.choices)}")]  # fmt: skip
+        found = f"{spelled} has no value '{word.text}'"
+        return [Fault("value", word.line, found, one_of(word.text, spec.choices))]
     if spec.kind in ("int", "float"):
         try:
             int(word.text) if spec.kind == "int" else float(word.text)

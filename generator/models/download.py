@@ -3,14 +3,13 @@
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from difflib import get_close_matches
 from pathlib import Path, PurePosixPath
 
 import click
 
 from wangen import profiles
 from wangen.generator.bundle import files_below, is_called, models_folder, place_of
-from wangen.generator.errors import UsageError, WangenError, bytes_text, many
+from wangen.generator.errors import UsageError, WangenError, bytes_text, did_you_mean, many
 from wangen.generator.headers import index_names
 from wangen.generator.lock import busy, hold
 from wangen.generator.models import hub
@@ -185,8 +184,7 @@ def _named(word: str) -> Download:
     models = map(profiles.model, profiles.model_names())
     files = [download.path for model in models for weights in model.weights for download in weights.downloads]
     names = [*profiles.model_names(), *_roles(), TOKENIZER, *(PurePosixPath(path).name for path in files)]
-    near = get_close_matches(word, names, n=1)
-    cure = f"did you mean {near[0]}?" if near else "name one that has a + in `wangen models list`"
+    cure = did_you_mean(word, names, "name one that has a + in `wangen models list`")
     raise UsageError(f"{word!r} is no task, role or file that can be fetched", cure=cure)
 
 
