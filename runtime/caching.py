@@ -12,12 +12,12 @@ from functools import partial
 from pathlib import Path
 
 from wangen.generator.bulk import bulk
-from wangen.generator.errors import UsageError, WangenError, many
+from wangen.generator.errors import UsageError, WangenError, in_line, many
 from wangen.generator.session import Report
 from wangen.generator.steps import CacheStep
 from wangen.runtime.cache import Encoder, Folder, Kind, Recipe
 from wangen.runtime.cache.leftovers import sweep
-from wangen.runtime.cache.needed import DatasetNeeds
+from wangen.runtime.cache.needed import ClaimError, DatasetNeeds
 from wangen.runtime.cache.packs import FOLDER as PACKS
 from wangen.runtime.needs import EntryWriter, Need, Work, count_states, wanted, writer_of
 from wangen.runtime.samples import Sample, by_cache_folder, folders_left_out
@@ -125,11 +125,19 @@ def _tidy(options: CacheStep, shard: Shard, records: Iterable[Record]) -> int:
         return 0
     shared = folders_left_out(options)  # other blocks need entries there that were not looked at
     removed = of_others = 0
+    open_claims: list[ClaimError] = []
     for record, encoder, keys in records:
-        if record.folder.path not in shared:
+        if record.folder.path in shared:
+            continue
+        try:
             count = record.reduce(keys, encoder)
-            removed += count
-            of_others += count if record.encoder_before not in (None, encoder) else 0
+        except ClaimError as error:  # what is encoded is good all the same
+            open_claims.append(error)
+            continue
+        removed += count
+        of_others += count if record.encoder_before not in (None, encoder) else 0
+    if open_claims:
+        log.warning("  what is not needed any more stays: %s", in_line(open_claims[0]))
     if of_others:
         log.warning("  removed %s of the weights or the precision before: to keep those of several models, give "
                     "--keep_cache", many(of_others, "entry", "entries"))  # fmt: skip

@@ -2,6 +2,7 @@
 
 import io
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -134,6 +135,31 @@ def test_a_dataset_whose_toml_was_renamed_keeps_nothing_alive(bundle: Bundle, ca
     assert "its TOML is gone, so it needs nothing any more: ../set.toml" in capsys.readouterr().out
     assert len(entry_files(bundle.folder)) == 4
     assert bundle.text()["from_cache"] == 4
+
+
+@pytest.mark.parametrize("broken", [b"", b"{", b"[]"])
+def test_what_another_dataset_needs_must_be_known(bundle: Bundle, capsys: pytest.CaptureFixture[str], broken: bytes):
+    """Its claim is damaged: prune removes nothing, caching goes on, and the other's caching step mends it."""
+    write_toml(bundle, clips=False)
+    other = Bundle(bundle.folder, bundle.models)
+    other.toml = shutil.copy(bundle.toml, bundle.folder / "other.toml")
+    other.text()
+    claim = next(bundle.folder.rglob(".wangen-needs-*.text_encoder_output.json"))
+    bundle.text()
+    (bundle.photos / "coffee.txt").write_text("a cup", encoding="utf-8")
+    claim.write_bytes(broken)
+    before = entry_files(bundle.folder)
+    capsys.readouterr()
+    assert main(["cache", "prune", str(bundle.toml), "--yes"]) == 1
+    said = capsys.readouterr().err
+    assert str(claim) in said
+    assert "run the caching step of that dataset again" in said
+    assert entry_files(bundle.folder) == before
+    assert (bundle.text()["computed"], len(entry_files(bundle.folder))) == (1, len(before) + 1)
+    assert capsys.readouterr().err.count("what is not needed any more stays") == 1
+    other.text()
+    assert main(["cache", "prune", str(bundle.toml), "--yes"]) == 0
+    assert len(entry_files(bundle.folder)) == len(before)
 
 
 def test_clear_of_a_dataset_clears_its_folders(bundle: Bundle):

@@ -1,15 +1,16 @@
 """Who needs which entry: claims on a cache folder, and the encoder whose entries count."""
 
+import errno
 import logging
 from dataclasses import replace
 from pathlib import Path
-from typing import cast
+from typing import NoReturn, cast
 
 import pytest
 from cache_entries import CONTENT, ENCODER, LATENT, TEXT, put, states, tensors
 
 from wangen.runtime.cache import Folder, Verdict
-from wangen.runtime.cache.needed import DatasetNeeds
+from wangen.runtime.cache.needed import ClaimError, DatasetNeeds, orphans
 from wangen.runtime.needs import Need, Waiting
 from wangen.runtime.samples import Sample
 
@@ -90,3 +91,47 @@ def test_a_claim_knows_the_encoder_of_the_last_run(tmp_path: Path):
     assert claim(tmp_path).reduce({LATENT.key(other)}, other) == 1
     assert claim(tmp_path).encoder == other
     assert states(tmp_path, LATENT, other) == "valid"
+
+
+def test_nothing_is_removed_while_it_is_open_what_another_dataset_needs(tmp_path: Path):
+    old, new = (replace(LATENT, content=CONTENT | {"width": width}) for width in (1, 2))
+    paths = put(tmp_path, old, new)
+    claim(tmp_path).extend({old.key(ENCODER)}, ENCODER)
+    other = claim(tmp_path, "b.toml")
+    other.extend({old.key(ENCODER)}, ENCODER)
+    for broken in (b"", b"{}", b"[1, 2", b"\xff"):
+        other.path.write_bytes(broken)
+        with pytest.raises(ClaimError, match="is damaged") as raised:
+            claim(tmp_path).reduce({new.key(ENCODER)}, ENCODER)
+        assert (raised.value.where, other.path.read_bytes()) == (str(other.path), broken)
+    assert "run the caching step of that dataset again" in raised.value.cure
+    other.path.unlink()
+    other.path.mkdir()
+    with pytest.raises(ClaimError, match="cannot be read: Is a directory"):
+        claim(tmp_path).reduce({new.key(ENCODER)}, ENCODER)
+    assert all(path.exists() for path in paths)
+    other.path.rmdir()
+    assert claim(tmp_path).reduce({new.key(ENCODER)}, ENCODER) == 1, "what was to be removed is not forgotten"
+
+
+def test_a_claim_that_cannot_be_read_now_is_not_written_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    mine = claim(tmp_path)
+    mine.extend({"a" * 20}, ENCODER)
+    before = mine.path.read_bytes()
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "read_text", _no_answer)
+        for action in (mine.take_back, lambda: mine.extend({"b" * 20}, ENCODER), lambda: mine.reduce(set(), ENCODER)):
+            with pytest.raises(ClaimError, match="cannot be read: Input/output error"):
+                action()
+    assert mine.path.read_bytes() == before
+
+
+def test_a_toml_that_cannot_be_looked_at_is_not_gone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    claim(tmp_path).extend({"a" * 20}, ENCODER)
+    assert list(orphans(tmp_path).values()) == ["a.toml"]
+    monkeypatch.setattr(Path, "stat", _no_answer)
+    assert not orphans(tmp_path)
+
+
+def _no_answer(path: Path, **_: object) -> NoReturn:
+    raise OSError(errno.EIO, "Input/output error", str(path))

@@ -7,7 +7,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
-from wangen.generator.errors import WangenError
+from wangen.generator.errors import WangenError, read_cure, unreadable
 from wangen.generator.files import write_text
 from wangen.runtime.cache.claims import alone
 from wangen.runtime.cache.entries import CorruptEntryError, Entry, read_entry
@@ -18,12 +18,21 @@ from wangen.runtime.cache.removal import remove_entries
 from wangen.runtime.sources import relative_name
 
 
+class ClaimError(WangenError):
+    """A file of needs that cannot be read, so that it is open what its dataset needs."""
+
+
+class BrokenClaimError(ClaimError):
+    """A file of needs that is damaged: what it held is lost."""
+
+
 class DatasetNeeds:
     """Which entries of a folder one dataset needs, and which encoder its last caching run used, kept beside them.
 
     An entry is removed only when the dataset that asks needed it before, needs it no longer, and no other dataset that
-    uses the folder needs it. What nobody needs by name is never removed; a lost file of needs costs disk space, not
-    entries. With --keep_cache the keys of several runs stay: the encoder tells which of them are the last run's.
+    uses the folder needs it. What nobody needs by name is never removed, nor anything while another dataset's file of
+    needs cannot be read; the dataset's own is written anew where it is damaged. With --keep_cache the keys of several
+    runs stay: the encoder tells which of them are the last run's.
     """
 
     def __init__(self, folder: Folder, dataset_config: Path, kind: Kind) -> None:
@@ -36,8 +45,12 @@ class DatasetNeeds:
 
     @property
     def encoder(self) -> Encoder | None:
-        """The encoder of the last run, whether or not it came to its end; None when there is no file."""
-        return _read_needs(self.path).encoder
+        """The encoder of the last run, whether or not it came to its end; None when there is no file that says it.
+
+        Raises:
+            ClaimError: the file cannot be read.
+        """
+        return self._recorded().encoder
 
     @property
     def encoder_before(self) -> Encoder | None:
@@ -50,23 +63,23 @@ class DatasetNeeds:
         What is found in the folder after this, and is among the keys, no other dataset's run will remove.
 
         Raises:
-            WangenError: the folder cannot be written.
+            WangenError: the folder cannot be written, or what is needed so far not be read.
         """
-        recorded = _read_needs(self.path)
+        recorded = self._recorded()
         self._before = recorded
         if recorded != _Needed(recorded.keys | keys, encoder):
             with self._alone():
-                self._write(_read_needs(self.path).keys | keys, encoder)
+                self._write(self._recorded().keys | keys, encoder)
 
     def take_back(self) -> None:
         """Have the encoder on record that was there before `extend`, if one was: the other has made nothing.
 
         Raises:
-            WangenError: the folder cannot be written.
+            WangenError: the folder cannot be written, or what is needed so far not be read.
         """
         if self._before and self._before.encoder not in (None, self.encoder):
             with self._alone():
-                self._write(_read_needs(self.path).keys, self._before.encoder)
+                self._write(self._recorded().keys, self._before.encoder)
 
     def reduce(self, keys: set[str], encoder: Encoder) -> int:
         """Need these keys alone and remove what nobody needs any more; returns how many entries were removed.
@@ -74,15 +87,17 @@ class DatasetNeeds:
         What another run of the same dataset has come to need since `extend` stays.
 
         Raises:
+            ClaimError: it is open what a dataset needs, and nothing was removed.
             WangenError: the folder cannot be written.
         """
         twins = self._twins(keys)
-        if not twins and _read_needs(self.path) == _Needed(keys, encoder):
+        if not twins and self._recorded() == _Needed(keys, encoder):
             return 0
         with self._alone():
-            recorded = _read_needs(self.path).keys
+            recorded = self._recorded().keys
             dropped = (recorded if self._before is None else self._before.keys) - keys
-            unneeded = self._entries(dropped - needed_keys(self.folder.path, self.kind, but=[self.path]))
+            others = needed_keys(self.folder.path, self.kind, but=[self.path]) if dropped else set()
+            unneeded = self._entries(dropped - others)
             stuck = remove_entries([*unneeded, *twins])
             # Only now: a run that is killed on the way must not forget what was still to be removed.
             self._write(recorded - dropped | {entry.key for entry in stuck} | keys, encoder)
@@ -106,8 +121,19 @@ class DatasetNeeds:
         by_key = {entry.key: entry for entry in self.folder.files}
         return [entry for entry in self.folder.files if entry.key in keys and by_key[entry.key] is not entry]
 
+    def _recorded(self) -> "_Needed":
+        """What the dataset needs so far; nothing where that is lost.
+
+        Raises:
+            ClaimError: it cannot be read now, and must not be written over.
+        """
+        try:
+            return _read_needs(self.path)
+        except BrokenClaimError:
+            return _Needed()
+
     def _write(self, keys: set[str], encoder: Encoder) -> None:
-        if _read_needs(self.path) != _Needed(keys, encoder):
+        if self._recorded() != _Needed(keys, encoder):
             values = {"dataset": self._dataset, "encoder": asdict(encoder), "keys": sorted(keys)}
             write_text(self.path, json.dumps(values))
 
@@ -132,21 +158,59 @@ class _Needed:
 
 
 def _read_needs(path: Path) -> _Needed:
-    """What is needed; nothing when the file is missing or broken, for its keys only ever allow removing."""
-    with suppress(OSError, ValueError, RecursionError, TypeError, KeyError):
+    """What is needed; nothing where there is no file.
+
+    Raises:
+        ClaimError: it cannot be read.
+        BrokenClaimError: it is damaged.
+    """
+    try:
         values = json.loads(path.read_text(encoding="utf-8"))
         encoder = Encoder(str(values["encoder"]["identity"]), str(values["encoder"]["dtype"]))
         return _Needed({str(key) for key in values["keys"]}, encoder)
-    return _Needed()
+    except FileNotFoundError:
+        return _Needed()
+    except OSError as error:
+        found = f"what a dataset needs {unreadable(path, error).found}"
+        raise ClaimError(found, where=str(path), cure=read_cure(error)) from None
+    except (ValueError, RecursionError, TypeError, KeyError):
+        raise BrokenClaimError(
+            "the file that says what a dataset needs of this cache folder is damaged",
+            where=str(path),
+            cure="run the caching step of that dataset again, which writes it anew; if the dataset is gone, remove it",
+        ) from None
+
+
+def _files_of_needs(folder: Path, ending: str) -> list[Path]:
+    """The files of needs in a cache folder whose names end like this.
+
+    Raises:
+        WangenError: the folder cannot be listed.
+    """
+    try:
+        paths = sorted(folder.iterdir())
+    except (FileNotFoundError, NotADirectoryError):
+        return []
+    except OSError as error:
+        raise WangenError(
+            f"cannot list the cache folder: {error.strerror}", where=str(folder), cure=read_cure(error)
+        ) from None
+    return [path for path in paths if path.name.startswith(".wangen-needs-") and path.name.endswith(ending)]
 
 
 def orphans(folder: Path) -> dict[Path, str]:
-    """Needs file -> the TOML that made it, as seen from the folder, of datasets whose TOML is not there any more."""
+    """Needs file -> the TOML that made it, as seen from the folder, of datasets whose TOML is not there any more.
+
+    Raises:
+        WangenError: the folder cannot be listed.
+    """
     found: dict[Path, str] = {}
-    for path in sorted(folder.glob(".wangen-needs-*.json")):
+    for path in _files_of_needs(folder, ".json"):
         with suppress(OSError, ValueError, RecursionError, TypeError, KeyError):  # an older version's has no name
             dataset = str(json.loads(path.read_text(encoding="utf-8"))["dataset"])
-            if not (folder / dataset).exists():
+            try:
+                (folder / dataset).stat()  # exists() takes any error for an absence
+            except (FileNotFoundError, NotADirectoryError):
                 found[path] = dataset
     return found
 
@@ -158,7 +222,11 @@ def needed_keys(folder: Path, kind: Kind, *, but: Iterable[Path]) -> set[str]:
         folder: the cache folder.
         kind: which kind of entry.
         but: files of needs that do not count.
+
+    Raises:
+        ClaimError: it is open what a dataset needs.
+        WangenError: the folder cannot be listed.
     """
     left_out = set(but)
-    paths = (path for path in folder.glob(f".wangen-needs-*.{kind}.json") if path not in left_out)
+    paths = (path for path in _files_of_needs(folder, f".{kind}.json") if path not in left_out)
     return set().union(*(_read_needs(path).keys for path in paths))
