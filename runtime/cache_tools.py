@@ -22,7 +22,7 @@ from wangen.runtime.cache.api import known_kind, remove_all
 from wangen.runtime.cache.index import INDEX
 from wangen.runtime.cache.needed import DatasetNeeds, needed_keys, orphans
 from wangen.runtime.needs import recipes_of
-from wangen.runtime.samples import Sample, by_cache_folder, read_samples
+from wangen.runtime.samples import Sample, by_cache_folder, suited_samples
 
 
 def stats(place: Path) -> int:
@@ -117,8 +117,10 @@ class _Needed:
 def _all_samples(dataset_config: Path) -> list[Sample]:
     """The samples as every model cuts them and asks for them: buckets, frame rates, strides and templates differ.
 
+    An item that does not suit a model has none of it.
+
     Raises:
-        WangenError: the dataset suits no model at all.
+        WangenError: something cannot be read, or there is no model that the whole dataset suits.
     """
     models: dict[tuple[Any, ...], Model] = {}
     for model in map(profiles.model, supported()):
@@ -127,10 +129,9 @@ def _all_samples(dataset_config: Path) -> list[Sample]:
     samples: list[Sample] = []
     refused: list[WangenError] = []
     for model in models.values():
-        try:
-            samples += read_samples(CheckCache(dataset_config=dataset_config), model)
-        except WangenError as error:
-            refused.append(error)
+        suited, misfits = suited_samples(CheckCache(dataset_config=dataset_config), model)
+        samples += suited
+        refused += [misfits] if misfits else []
     if len(refused) == len(models):
         raise refused[0]
     return samples

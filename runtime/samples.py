@@ -5,7 +5,7 @@ The caching steps, `check_cache` and `train` all build their samples here, so th
 
 import logging
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from itertools import chain, islice, zip_longest
 from pathlib import Path
 from typing import Any
@@ -172,7 +172,23 @@ class Sample:
         return recipe
 
 
-@bulk()
+@dataclass
+class _Found:
+    """What a dataset holds for a model.
+
+    Attributes:
+        samples: of the items that suit it.
+        problems: what cannot be read, or is wrong for any model.
+        misfits: what does not suit this one.
+        skipped: by number of frames the clips too short for it, as digest -> name.
+    """
+
+    samples: list[Sample] = field(default_factory=list)
+    problems: list[Problem] = field(default_factory=list)
+    misfits: list[Problem] = field(default_factory=list)
+    skipped: dict[int, dict[str, str]] = field(default_factory=dict)
+
+
 def read_samples(
     options: CacheStep | CheckCache | Train, model: Model, *, trust_memo: bool = True, make_folders: bool = False
 ) -> list[Sample]:
@@ -188,31 +204,49 @@ def read_samples(
         WangenError: captions are missing or media cannot be read (all of them are named and counted), nothing is left,
             or a cache folder cannot be made.
     """
-    samples: list[Sample] = []
-    problems: list[Problem] = []
-    skipped: dict[int, dict[str, str]] = {}
-    for entry, items, found in _scans(options):
+    found = _read(options, model, trust_memo=trust_memo, make_folders=make_folders)
+    if problems := [*found.problems, *found.misfits]:
+        raise _refused(problems, options.dataset)
+    if found.skipped:
+        _say_skipped(found.skipped)
+    return found.samples
+
+
+def suited_samples(options: CheckCache, model: Model) -> tuple[list[Sample], WangenError | None]:
+    """The samples of the items that suit a model, and why the others do not.
+
+    Raises:
+        WangenError: as `read_samples`, for what does not depend on the model.
+    """
+    found = _read(options, model)
+    if found.problems:
+        raise _refused(found.problems, options.dataset)
+    return found.samples, _refused(found.misfits, options.dataset) if found.misfits else None
+
+
+@bulk()
+def _read(
+    options: CacheStep | CheckCache | Train, model: Model, *, trust_memo: bool = True, make_folders: bool = False
+) -> _Found:
+    read = _Found()
+    for entry, items, problems in _scans(options):
         if make_folders:
             make_folder(entry.cache_directory)
-        problems += found
+        read.problems += problems
         files = list(dict.fromkeys(path for item in items for path in (item.path, *item.companions)))
         sources, unreadable = read_sources(files, entry.cache_directory, trust_memo=trust_memo)
-        problems += [Problem(Path(error.where), error.found, "replace it or take it out") for error in unreadable]
+        read.problems += [Problem(Path(error.where), error.found, "replace it or take it out") for error in unreadable]
         for item in items:
             if not all(path in sources for path in (item.path, *item.companions)):
                 continue
             wrong = list(_misfits(item, entry, sources, model))
-            problems += wrong
+            read.misfits += wrong
             if wrong:
                 continue
-            samples += _samples(item, entry, sources, model)
+            read.samples += _samples(item, entry, sources, model)
             for count in _lengths_skipped(item, entry, sources[item.path], model):
-                skipped.setdefault(count, {}).setdefault(sources[item.path].digest, item.path.name)
-    if problems:
-        raise _refused(problems, options.dataset)
-    if skipped:
-        _say_skipped(skipped)
-    return samples
+                read.skipped.setdefault(count, {}).setdefault(sources[item.path].digest, item.path.name)
+    return read
 
 
 def _say_skipped(skipped: Mapping[int, Mapping[str, str]]) -> None:

@@ -1,5 +1,6 @@
 """`wangen cache`: what it shows, and that it removes nothing but entries that are not needed."""
 
+import errno
 import io
 import os
 import shutil
@@ -12,7 +13,7 @@ import torch
 from cache_entries import CONTENT, ENCODER, LATENT, TEXT, put
 from cached_bundle import Bundle, entry_files, write_toml
 from click.testing import CliRunner
-from helpers import make_image
+from helpers import make_clip, make_image
 
 from wangen.generator.cli import main, wangen
 from wangen.runtime.cache import EmbeddingCache, Recipe
@@ -160,6 +161,36 @@ def test_what_another_dataset_needs_must_be_known(bundle: Bundle, capsys: pytest
     other.text()
     assert main(["cache", "prune", str(bundle.toml), "--yes"]) == 0
     assert len(entry_files(bundle.folder)) == len(before)
+
+
+@pytest.mark.parametrize(("name", "number"), [("big-buck-bunny.txt", 1), ("set.toml", 2)])
+def test_what_cannot_be_read_this_time_is_not_pruned(
+    bundle: Bundle, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, name: str, number: int
+):
+    bundle.latents()
+    before, reads, read_bytes = bundle.files(), [], Path.read_bytes
+
+    def flaky(path: Path) -> bytes:
+        reads.extend([path] if path.name == name else [])
+        if path.name == name and len(reads) == number:
+            raise OSError(errno.EIO, "Input/output error", str(path))
+        return read_bytes(path)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "read_bytes", flaky)
+        assert main(["cache", "prune", str(bundle.toml), "--yes"]) == 1
+    assert "Input/output error" in capsys.readouterr().err
+    assert bundle.files() == before
+
+
+def test_a_clip_that_does_not_suit_a_model_costs_the_others_nothing(bundle: Bundle):
+    """At 16 frames per second it is too short, at the 24 of TI2V-5B it is not."""
+    bundle.latents()
+    before = bundle.files()
+    make_clip(bundle.folder / "clips" / "short.mp4", num_frames=6, fps=24)
+    (bundle.folder / "clips" / "short.txt").write_text("a blink", encoding="utf-8")
+    assert main(["cache", "prune", str(bundle.toml), "--yes"]) == 0
+    assert bundle.files() == before
 
 
 def test_clear_of_a_dataset_clears_its_folders(bundle: Bundle):
