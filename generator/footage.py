@@ -107,8 +107,16 @@ def clip_name(stem: str, digest: str, start: int, suffix: str) -> str:
     >>> clip_name("a walk", "0123456789abcdef", 81, "mp4")
     'a_walk-01234567-000081.mp4'
     """
-    stem = re.sub(r"[^A-Za-z0-9_-]", "_", stem, flags=re.ASCII)[:40]
-    return f"{stem}-{digest[:8]}-{start:06}.{suffix}"
+    return f"{clip_stem(stem)}-{digest[:8]}-{start:06}.{suffix}"
+
+
+def clip_stem(stem: str) -> str:
+    """What the names of a video's clips begin with.
+
+    >>> clip_stem("a walk")
+    'a_walk'
+    """
+    return re.sub(r"[^A-Za-z0-9_-]", "_", stem, flags=re.ASCII)[:40]
 
 
 def video_of(clip: str) -> str | None:

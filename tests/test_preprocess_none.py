@@ -1,11 +1,14 @@
-"""Raw videos of which nothing comes: what is said of one, and of a run that makes no clip at all."""
+"""Raw videos of which nothing comes: what is said of one, of a run that makes no clip, and what clips cost."""
 
+import errno
+import os
 from pathlib import Path
 
 import pytest
 from footage import moving, prepare, reasons
+from helpers import read_tree
 
-from wangen.generator.errors import UsageError
+from wangen.generator.errors import UsageError, WangenError
 
 
 def test_a_video_that_cannot_be_read_is_named_with_its_folder(tmp_path, caplog):
@@ -46,3 +49,59 @@ def test_a_folder_of_videos_that_is_not_there_is_named_whole(tmp_path, monkeypat
         prepare(Path("footage"), tmp_path / "o")
     assert caught.value.where == str(tmp_path / "footage")
     assert caught.value.cure.startswith("put the videos there")
+
+
+@pytest.mark.parametrize("broken", ["caption", "video"])
+def test_what_cannot_be_read_this_time_costs_no_clip(broken, tmp_path):
+    videos = moving(tmp_path / "v", "circle 1.mp4", "b.mp4")
+    prepare(videos, tmp_path / "o", val_share=0.5)
+    before = read_tree(tmp_path / "o")
+    if broken == "caption":
+        (videos / "circle 1.txt").mkdir()
+    else:
+        (videos / "circle 1.mp4").write_bytes(b"no video")
+    with pytest.raises(WangenError, match=r"clips? of an earlier run would be removed") as caught:
+        prepare(videos, tmp_path / "o", val_share=0.5)
+    assert Path(caught.value.where).stem == "circle 1"
+    assert read_tree(tmp_path / "o") == before
+    if broken == "caption":
+        (videos / "circle 1.txt").rmdir()
+        prepare(videos, tmp_path / "o", val_share=0.5)
+        assert names(tmp_path / "o") == {"circle_1", "b"}
+    (videos / "circle 1.mp4").unlink()
+    prepare(videos, tmp_path / "o")
+    assert names(tmp_path / "o") == {"b"}
+
+
+def test_a_video_whose_prompt_was_taken_away_gives_its_clips_up(tmp_path):
+    videos = moving(tmp_path / "v", "a.mp4", "b.mp4")
+    for name in ("a", "b"):
+        (videos / f"{name}.txt").write_text("a thing")
+    prepare(videos, tmp_path / "o", default_prompt=None)
+    (videos / "a.txt").unlink()
+    assert prepare(videos, tmp_path / "o", default_prompt=None).ok
+    assert names(tmp_path / "o") == {"b"}
+
+
+def test_a_labelled_video_that_does_not_answer_is_not_taken_for_absent(tmp_path, monkeypatch):
+    videos = moving(tmp_path / "v", "a.mp4", "b.mp4")
+    table = tmp_path / "labels.csv"
+    table.write_text("video,prompt\na.mp4,one\nb.mp4,two\n")
+    prepare(videos, tmp_path / "o", labels=table)
+    before, stat = read_tree(tmp_path / "o"), Path.stat
+
+    def silent(path: Path, **words: bool) -> os.stat_result:
+        if path.name == "a.mp4":
+            raise OSError(errno.EIO, "Input/output error", str(path))
+        return stat(path, **words)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "stat", silent)
+        with pytest.raises(WangenError, match="cannot be read: Input/output error"):
+            prepare(videos, tmp_path / "o", labels=table)
+    assert read_tree(tmp_path / "o") == before
+
+
+def names(output: Path) -> set[str]:
+    """The videos that there are clips of."""
+    return {path.name.rsplit("-", 2)[0] for path in (output / "clips").iterdir()}

@@ -8,6 +8,7 @@ on, and ends with the same bytes as one that was not.
 
 import json
 import logging
+from collections import Counter
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -15,20 +16,20 @@ from pathlib import Path
 from wangen.generator.dataset import Problem
 from wangen.generator.errors import UsageError, WangenError, many
 from wangen.generator.files import is_file, remove, write_text
-from wangen.generator.footage import PAGES, SETTINGS, edited_manifests, text_digest, written_digests
+from wangen.generator.footage import PAGES, SETTINGS, clip_stem, edited_manifests, text_digest, written_digests
 from wangen.generator.install import require_library
 from wangen.generator.lock import hold
 from wangen.generator.prepare_steps import Preprocess
 from wangen.generator.session import Report
 from wangen.generator.table import options as options_of
 from wangen.runtime.preprocess.analysis import find_ffmpeg
-from wangen.runtime.preprocess.candidates import held_out, reason_counts
+from wangen.runtime.preprocess.candidates import Window, held_out, reason_counts
 from wangen.runtime.preprocess.cutting import is_made, stale, tidy
 from wangen.runtime.preprocess.estimate import estimate, require_space
 from wangen.runtime.preprocess.form import Form, Place, num_workers, read_form
 from wangen.runtime.preprocess.manifests import Outcome, write_manifests
 from wangen.runtime.preprocess.sheet import write_sheet
-from wangen.runtime.preprocess.videos import Known, Video, find_videos, name_in
+from wangen.runtime.preprocess.videos import NO_PROMPT, Known, Video, find_videos, name_in
 from wangen.runtime.preprocess.work import cut_all, watch
 from wangen.runtime.sources import read_sources
 
@@ -110,17 +111,22 @@ def _plan(
 def _make(known: Sequence[Known], problems: list[Problem], form: Form, place: Place, options: Preprocess) -> Outcome:
     """Find the windows, cut the clips, and write what is said of them."""
     unique, copies = _without_copies(known)
-    windows, unwatched = watch(unique, form, place, options)
+    windows, errors = watch(unique, form, place, options)
+    unwatched = list(map(_problem, errors))
     good = [window for window in windows if window.signals and (options.keep_all or not window.reasons)]
     dropped = [window for window in windows if not window.signals or (window.reasons and not options.keep_all)]
-    if stale(good, form, place) or not all(is_made(window, form, place) for window in good):
+    old = stale(good, form, place)
+    unread = [problem for problem in (*problems, *unwatched)
+              if problem.found != NO_PROMPT and problem.path != options.labels]  # fmt: skip
+    _refuse_loss(unread, windows, old, place)
+    if old or not all(is_made(window, form, place) for window in good):
         _refuse_edited(place)
         for manifest in place.manifests:  # a run that is stopped meanwhile must not leave what it made untrue
             remove(manifest)
     if gone := tidy(good, form, place):
         log.info("  %s of other videos or settings removed", many(gone, "clip"))
     made, uncut = cut_all(good, form, place, options)
-    late = [_problem(error) for error in (*unwatched, *uncut.values())]
+    late = [*unwatched, *map(_problem, uncut.values())]
     _say(late, options.videos)
     problems += late
     good = [window for window in good if window.footage.source.digest not in uncut]
@@ -169,6 +175,30 @@ def _refuse_edited(place: Place) -> None:
         raise UsageError(f"{edited[0].name} was edited by hand, and clips that it may name have to be made or removed",
                          where=str(edited[0]), cure="move it away, run the same line again, then take from it what you "
                          "want")  # fmt: skip
+
+
+def _refuse_loss(unread: Sequence[Problem], windows: Sequence[Window], old: Sequence[str], place: Place) -> None:
+    """Refuse to remove the clips of a video that cannot be read this time; the split would change with them.
+
+    Args:
+        unread: what cannot be read: a video, or its caption.
+        windows: of the videos that can be.
+        old: names of the clips that would be removed.
+        place: where they are.
+
+    Raises:
+        WangenError: there are such clips.
+    """
+    read = {window.footage.source.digest[:8] for window in windows}
+    parts = (name.rsplit("-", 2) for name in old if place.clip(name).is_file())
+    lost = Counter(stem for stem, *rest in parts if rest and rest[0] not in read)
+    for problem in unread:
+        if number := lost[clip_stem(problem.path.stem)]:
+            raise WangenError(
+                f"{many(number, 'clip')} of an earlier run would be removed, as this is wrong now: {problem.found}",
+                where=str(problem.path),
+                cure=f"{problem.cure}; to give the clips up, take the video out",
+            )
 
 
 def _say(problems: Sequence[Problem], videos: Path) -> None:

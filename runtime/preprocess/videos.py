@@ -1,17 +1,18 @@
 """A folder of videos and what is said of them: captions beside them, a table of labels, or a class per folder."""
 
 import csv
+import errno
 import io
 import json
 import os
+import stat
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from wangen.generator.dataset import VIDEO_SUFFIXES, BadItemError, Problem, media_of, read_caption
-from wangen.generator.errors import UsageError, WangenError, printable, read_cure
-from wangen.generator.files import is_file
+from wangen.generator.errors import UsageError, WangenError, printable, read_cure, unreadable
 from wangen.generator.npz import is_npz
 from wangen.generator.prepare_steps import Preprocess
 from wangen.runtime.sources import Source, relative_name
@@ -21,6 +22,11 @@ _PROMPT = ("prompt", "caption")
 _SEPARATORS = ",;\t"
 _MAX_S = 1e9
 _SAID_CHARACTERS = 100
+
+_ABSENT = {errno.ENOENT, errno.ENOTDIR, errno.ENAMETOOLONG, errno.ELOOP, errno.EINVAL}
+"""Errors by which no file has a name; any other says nothing of that."""
+
+NO_PROMPT = "has no prompt"
 
 
 @dataclass(frozen=True)
@@ -163,7 +169,7 @@ def _prompt(path: Path, options: Preprocess) -> str:
     cure = (
         f"write {caption.name} beside it, put it in a folder named for its class, or give --default_prompt or --labels"
     )
-    raise BadItemError(path, "has no prompt", cure)
+    raise BadItemError(path, NO_PROMPT, cure)
 
 
 def _whole(text: str) -> str:
@@ -245,6 +251,7 @@ def _named(row: Mapping[str, Any], folder: Path, table: Path) -> Path:
 
     Raises:
         ValueError: there is none.
+        WangenError: the system does not say whether it is there.
     """
     text = str(next((row[key] for key in _VIDEO if row.get(key)), "")).strip()
     if not text:
@@ -253,11 +260,23 @@ def _named(row: Mapping[str, Any], folder: Path, table: Path) -> Path:
     for name in (text, text.replace("\\", "/")):
         for start in (folder, table.parent):
             path = start / name
-            if is_file(path):
+            if _is_there(path):
                 if is_npz(path) or media_of(path) == "image":
                     raise ValueError(f"{said} is no video")
                 return path
     raise ValueError(f"{said} is not there")
+
+
+def _is_there(path: Path) -> bool:
+    """Whether a table names a file; a drive that does not answer is no reason to forget its videos."""
+    try:
+        return stat.S_ISREG(path.stat().st_mode)
+    except ValueError:  # no file can have such a name
+        return False
+    except OSError as error:
+        if error.errno in _ABSENT:
+            return False
+        raise unreadable(path, error) from None
 
 
 def _segment(row: Mapping[str, Any], options: Preprocess) -> Segment:
