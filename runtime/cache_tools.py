@@ -19,9 +19,11 @@ from wangen.generator.tomls import read_dataset
 from wangen.profiles import Model
 from wangen.runtime.cache import KINDS, Entry, Folder, Kind
 from wangen.runtime.cache.api import known_kind, remove_all
+from wangen.runtime.cache.entries import UnreadableEntryError
 from wangen.runtime.cache.index import INDEX
+from wangen.runtime.cache.leftovers import is_of_kind, remove_damaged
 from wangen.runtime.cache.needed import DatasetNeeds, needed_keys, orphans
-from wangen.runtime.needs import recipes_of
+from wangen.runtime.needs import listing, recipes_of
 from wangen.runtime.samples import Sample, by_cache_folder, suited_samples
 
 
@@ -43,7 +45,8 @@ def stats(place: Path) -> int:
             rest = f"; {bytes_text(removed)} of removed ones wait for `wangen cache pack`" if removed else ""
             click.echo(f"  {len(folder.packs)} of them in {many(len(packs), 'pack')}{rest}")
         for name, error in folder.damaged.items():
-            click.echo(f"  corrupt: {name}: {error.found}")
+            state = "unreadable" if isinstance(error, UnreadableEntryError) else "corrupt"
+            click.echo(f"  {state}: {name}: {error.found}")
         times = [time_s for entry in entries if (time_s := _time_s(entry))]
         if times:
             click.echo(f"  oldest {_date(min(times))}, newest {_date(max(times))}")
@@ -51,7 +54,7 @@ def stats(place: Path) -> int:
 
 
 def clear(place: Path, kind: str | None, *, yes: bool) -> int:
-    """Show all entries, or those of one kind, and remove them when the user agrees.
+    """Show all entries, or those of one kind, also damaged ones, and remove them when the user agrees.
 
     Args:
         place: a cache folder, or a dataset's TOML for all of its folders.
@@ -60,14 +63,22 @@ def clear(place: Path, kind: str | None, *, yes: bool) -> int:
 
     Raises:
         UsageError: there is no such kind.
-        WangenError: there is no such folder, or an entry cannot be removed.
+        WangenError: there is no such folder, or an entry cannot be removed; or some cannot be read, and stay.
     """
     wanted = known_kind(kind) if kind else None
     folders = folders_of(place)
-    code = _remove(folders, lambda entry: wanted in (None, entry.kind), yes=yes)
+    damaged = [f"{name}: {error.found}" for folder in folders for name, error in folder.damaged.items()
+               if is_of_kind(name, wanted) and not isinstance(error, UnreadableEntryError)
+               and not (wanted and name in folder.packs.damaged)]  # fmt: skip
+    code = _remove(folders, lambda entry: wanted in (None, entry.kind), yes=yes, damaged=damaged,
+                   remove_those=lambda: sum(remove_damaged(folder, wanted) for folder in folders))  # fmt: skip
     if code == 0 and wanted in (None, "clip"):
         for claim in (path for folder in folders for path in folder.path.glob(".wangen-needs-*.clip.json")):
             claim.unlink(missing_ok=True)  # or training would go on asking for a view of every clip
+    left = [error for folder in folders for name, error in folder.damaged.items() if is_of_kind(name, wanted)]
+    if code == 0 and left:
+        lines = listing([f"{error.where}: {error.found}" for error in left])
+        raise WangenError("\n".join(["some entries cannot be removed:", *lines]), cure=left[0].cure)
     return code
 
 
@@ -137,9 +148,12 @@ def _all_samples(dataset_config: Path) -> list[Sample]:
     return samples
 
 
-def _remove(folders: Sequence[Folder], chosen: Callable[[Entry], bool], *, yes: bool) -> int:
+def _remove(
+    folders: Sequence[Folder], chosen: Callable[[Entry], bool], *, yes: bool,
+    damaged: Sequence[str] = (), remove_those: Callable[[], int] = lambda: 0,
+) -> int:  # fmt: skip
     found = [entry for folder in folders for entry in folder.all_entries if chosen(entry)]
-    if not found:
+    if not found and not damaged:
         click.echo("there is nothing to remove")
         return 0
     for folder in folders:
@@ -147,14 +161,17 @@ def _remove(folders: Sequence[Folder], chosen: Callable[[Entry], bool], *, yes: 
         if entries:
             click.echo(f"{folder.path}:")
             _show(entries)
-    if not yes and not _agreed(f"remove {many(len(found), 'entry', 'entries')}?"):
+    for line in (f"damaged, {many(len(damaged), 'entry', 'entries')}:", *listing(damaged)) if damaged else ():
+        click.echo(line)
+    if not yes and not _agreed(f"remove {many(len(found) + len(damaged), 'entry', 'entries')}?"):
         click.echo("nothing was removed")
         return 1
+    number = remove_those() + len(found)  # first: nothing is taken out of a pack that has damage
     remove_all(found)
     for folder in folders:
         with suppress(OSError):  # most of it is gone; it comes back by itself
             remove(folder.path / INDEX)
-    click.echo(f"removed {many(len(found), 'entry', 'entries')}, {bytes_text(sum(entry.num_bytes for entry in found))}")
+    click.echo(f"removed {many(number, 'entry', 'entries')}, {bytes_text(sum(entry.num_bytes for entry in found))}")
     return 0
 
 

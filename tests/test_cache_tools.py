@@ -201,3 +201,25 @@ def test_clear_of_a_dataset_clears_its_folders(bundle: Bundle):
     assert main(["cache", "clear", str(bundle.toml), "--yes"]) == 0
     assert entry_files(bundle.folder) == []
     assert not list(bundle.folder.rglob(INDEX))
+
+
+def test_clear_removes_what_is_damaged_and_names_what_cannot_be_read(folder: Path, capsys: pytest.CaptureFixture[str]):
+    cut, clip = (folder / f"cut-{'ab' * 10}.{kind}.safetensors" for kind in ("latent", "clip"))
+    for path in (cut, clip):
+        path.write_bytes(b"cut")
+    unread = folder / f"dir-{'cd' * 10}.latent.safetensors"
+    unread.mkdir()
+    assert main(["cache", "stats", str(folder)]) == 0
+    said = capsys.readouterr().out
+    assert f"  corrupt: {cut.name}: " in said
+    assert f"  unreadable: {unread.name}: cannot be read: " in said
+    assert main(["cache", "clear", str(folder), "--kind", "latent", "--yes"]) == 1
+    said = capsys.readouterr()
+    assert "removed 3 entries" in said.out
+    assert cut.name in said.out
+    assert f"{unread}: cannot be read: " in said.err
+    assert names(folder) == {"my_wan.safetensors", TEXT.file_name(ENCODER), clip.name, unread.name}
+    assert main(["cache", "clear", str(folder), "--yes"]) == 1
+    assert names(folder) == {"my_wan.safetensors", unread.name}
+    unread.rmdir()
+    assert main(["cache", "clear", str(folder), "--yes"]) == 0

@@ -107,7 +107,7 @@ def test_nothing_is_removed_while_it_is_open_what_another_dataset_needs(tmp_path
     assert "run the caching step of that dataset again" in raised.value.cure
     other.path.unlink()
     other.path.mkdir()
-    with pytest.raises(ClaimError, match="cannot be read: Is a directory"):
+    with pytest.raises(ClaimError, match="cannot be read: "):
         claim(tmp_path).reduce({new.key(ENCODER)}, ENCODER)
     assert all(path.exists() for path in paths)
     other.path.rmdir()

@@ -61,6 +61,18 @@ def test_zeros_where_a_header_was_do_not_end_the_pack(packed: Path):
     assert (len(keys(packed)), list(Folder(packed).damaged)) == (4, [f"packs/{path.name}"])
 
 
+def test_clear_takes_a_damaged_pack_with_it(packed: Path, capsys: pytest.CaptureFixture[str]):
+    path = tar_of(packed)
+    index_path(path).unlink()
+    with tarfile.open(path) as tar:
+        flip(path, tar.getmembers()[2].offset + 150)
+    assert main(["cache", "clear", str(packed), "--kind", "latent", "--yes"]) == 1
+    assert "a part of its pack is damaged" in capsys.readouterr().err
+    assert main(["cache", "clear", str(packed), "--yes"]) == 0
+    assert "removed 5 entries" in capsys.readouterr().out
+    assert not path.exists()
+
+
 def refuse(monkeypatch: pytest.MonkeyPatch, number: int) -> None:
     """A drive that does not give one of a pack's entries now."""
     real = packs.read_packed_entry

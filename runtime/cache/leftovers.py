@@ -14,6 +14,7 @@ from wangen.runtime.cache.folder import Folder
 from wangen.runtime.cache.index import INDEX, look
 from wangen.runtime.cache.packs import FOLDER as PACKS
 from wangen.runtime.cache.packs import PACK_NAME, Packs, Problems, index_path
+from wangen.runtime.cache.recipes import ENTRY_NAME, Kind
 from wangen.runtime.cache.removal import remove_pack
 
 _TEMPORARY = re.compile(
@@ -64,8 +65,31 @@ def repair(folder: Folder) -> tuple[int, int]:
     Raises:
         WangenError: the folder cannot be listed.
     """
-    removed = _mend_packs(folder.packs)
+    removed = remove_damaged(folder)
+    left = sweep(folder.path) + sweep(folder.path / PACKS)
+    with suppress(OSError):
+        remove(folder.path / INDEX)
+    look(folder.path)
+    return removed, left
+
+
+def remove_damaged(folder: Folder, kind: Kind | None = None) -> int:
+    """Remove damaged entries; what the system does not let us read may be good and stays.
+
+    Args:
+        folder: judged as deeply as entries are to be looked at; afterwards it knows what is left.
+        kind: only files of this kind, and nothing in packs.
+
+    Returns:
+        How many were removed.
+
+    Raises:
+        WangenError: the folder cannot be listed.
+    """
+    removed = [] if kind else _mend_packs(folder.packs)
     for name in folder.damaged.keys() - folder.packs.damaged.keys():
+        if not is_of_kind(name, kind):
+            continue
         try:
             read_entry(folder.path / name, deep=folder.deep)  # another process may have written it again meanwhile
         except UnreadableEntryError:
@@ -74,12 +98,14 @@ def repair(folder: Folder) -> tuple[int, int]:
             with suppress(OSError):
                 remove(folder.path / name)
                 removed.append(name)
-    left = sweep(folder.path) + sweep(folder.path / PACKS)
-    with suppress(OSError):
-        remove(folder.path / INDEX)
-    look(folder.path)
     folder.forget(removed)
-    return len(removed), left
+    return len(removed)
+
+
+def is_of_kind(name: str, kind: Kind | None) -> bool:
+    """Whether a damaged thing may be of a kind by its name; of a whole pack nobody knows."""
+    match = ENTRY_NAME.fullmatch(name.rpartition("/")[2])
+    return kind is None or match is None or match["kind"] == kind
 
 
 def _mend_packs(packs: Packs) -> list[str]:
