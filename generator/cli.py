@@ -380,8 +380,9 @@ def main(words: Sequence[str] | None = None) -> int:
         if isinstance(error, click.NoSuchOption) and not error.option_name.startswith("--"):
             click.echo("  do:    put -- before the names of files that begin with -", err=True)
         return 2
-    except OSError as error:
-        if error.filename is None and error.errno in (errno.ENOSPC, errno.EPIPE):  # what was printed
+    except (OSError, MemoryError) as error:
+        # What was printed: the error names no file.
+        if isinstance(error, OSError) and error.filename is None and error.errno in (errno.ENOSPC, errno.EPIPE):
             if error.errno == errno.ENOSPC:
                 click.echo("wangen: the output could not be written: the disk is full", err=True)
             return 1

@@ -5,6 +5,7 @@ import json
 import os
 import subprocess
 import sys
+import tracemalloc
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -274,3 +275,19 @@ def test_an_entry_that_vanishes_or_breaks_before_loading_is_one_message(tmp_path
     path.unlink()
     with pytest.raises(CorruptEntryError, match="cannot be read"):
         load(entry)
+
+
+def test_a_payload_is_hashed_in_pieces(tmp_path: Path):
+    """A damaged header may claim any size, and a sparse file have it."""
+    path, size = tmp_path / "large", 1 << 26
+    with path.open("wb") as file:
+        file.truncate(8 + size)
+    tracemalloc.start()
+    try:
+        found = payload_digest(path)
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert found == hashlib.sha256(bytes(size)).hexdigest()
+    assert payload_digest(path, (0, 1008)) == hashlib.sha256(bytes(1000)).hexdigest()
+    assert peak < size // 8

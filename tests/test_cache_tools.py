@@ -16,6 +16,7 @@ from click.testing import CliRunner
 from helpers import make_clip, make_image
 
 from wangen.generator.cli import main, wangen
+from wangen.runtime import cache_tools
 from wangen.runtime.cache import EmbeddingCache, Recipe
 from wangen.runtime.cache.index import INDEX
 
@@ -223,3 +224,14 @@ def test_clear_removes_what_is_damaged_and_names_what_cannot_be_read(folder: Pat
     assert names(folder) == {"my_wan.safetensors", unread.name}
     unread.rmdir()
     assert main(["cache", "clear", str(folder), "--yes"]) == 0
+
+
+def test_a_machine_without_memory_is_one_message(
+    folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+):
+    def full(_: Path) -> int:
+        raise MemoryError
+
+    monkeypatch.setattr(cache_tools, "stats", full)
+    assert main(["cache", "stats", str(folder)]) == 1
+    assert capsys.readouterr().err.startswith("wangen: the memory of this machine is full\n")

@@ -13,6 +13,8 @@ from wangen.runtime.cache.recipes import ENTRY_NAME, FORMAT, Encoder, Kind, dige
 CURE = "run the cache step again"
 REPAIR = "run check_cache --deep --repair, then the caching step again"
 
+_PIECE_BYTES = 1 << 20
+
 Span = tuple[int, int]
 """Where something begins in a file and how long it is, in bytes."""
 
@@ -189,4 +191,8 @@ def payload_digest(path: Path, span: Span | None = None) -> str:
         file.seek(start)
         begin = 8 + int.from_bytes(file.read(8), "little")
         file.seek(start + begin)
-        return hashlib.sha256(file.read(max(0, num_bytes - begin))).hexdigest()
+        digest, left = hashlib.sha256(), num_bytes - begin
+        while left > 0 and (piece := file.read(min(left, _PIECE_BYTES))):
+            digest.update(piece)
+            left -= len(piece)
+        return digest.hexdigest()
