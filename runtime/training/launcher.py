@@ -14,10 +14,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup
-from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException, Std
-from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.elastic.rendezvous import RendezvousError
 from torch.distributed.launcher import api
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
@@ -30,6 +28,7 @@ from wangen.generator.steps import CacheStep, Train
 from wangen.generator.train_refusals import refuse_flags
 from wangen.runtime.interrupt import hears_hangup
 from wangen.runtime.shards import ARRAY
+from wangen.runtime.training.agent import Agent, end_of
 from wangen.runtime.training.process_logs import last_words, remove_old
 
 log = logging.getLogger("wangen")
@@ -40,7 +39,7 @@ MASTER = "WANGEN_MASTER_ADDR"
 KILL = 9
 """The number of the signal that leaves a process no time for a word; Windows has no name for it."""
 STOP_S = 300
-"""So long all have after Ctrl-C to end a step, a validation or samples, and to save; a second Ctrl-C waits for none.
+"""So long all have after Ctrl-C to end a step, a validation or samples, and to save; a second Ctrl-C ends that.
 
 Where a process is lost, others that hang on its GPU's messages are waited for as long.
 """
@@ -132,26 +131,6 @@ def _run(step: Train | CacheStep, number: int, folder: Path, **how: Any) -> None
         raise
 
 
-class _Agent(LocalElasticAgent):
-    """torch's, but it says when it starts the processes again, and what was stopped is not started again, nor a line
-    that is wrong: it would be as wrong the next time.
-    """
-
-    def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
-        result: RunResult = super()._monitor_workers(worker_group)
-        if not result.failures:
-            return result
-        rank, failure = min(result.failures.items(), key=lambda found: found[1].timestamp)
-        wrong = any(failure.exitcode == WRONG_USAGE for failure in result.failures.values())
-        if wrong or failure.exitcode == WAS_STOPPED:  # as the others are that lose one
-            self._remaining_restarts = 0
-        elif self._remaining_restarts:
-            most = worker_group.spec.max_restarts
-            log.warning("  process %d %s: all begin again from the last saved state (restart %d of %d)", rank,
-                        _end_of(failure), most - self._remaining_restarts + 1, most)  # fmt: skip
-        return result
-
-
 def start(config: LaunchConfig, *words: str) -> None:
     """Run Python with these words in every process, again as often as `config` says, and wait for all of them.
 
@@ -160,7 +139,7 @@ def start(config: LaunchConfig, *words: str) -> None:
         SignalException: this process was told to stop.
         RendezvousError, DistNetworkError: machines do not reach each other.
     """
-    api.LocalElasticAgent = _Agent  # type: ignore[attr-defined]  # elastic_launch can be told of no other
+    api.LocalElasticAgent = Agent  # type: ignore[attr-defined,assignment]  # elastic_launch can be told of no other
     elastic_launch(config, sys.executable)(*words)
 
 
@@ -224,13 +203,8 @@ def _failed(error: ChildFailedError, number: int, folder: Path, cure: str) -> Wa
     if files and failure.local_rank:  # the first is on the terminal already
         log.error("%s", last_words(files[-1]))
     return WangenError(
-        f"process {rank} of {number} {_end_of(failure)}",
+        f"process {rank} of {number} {end_of(failure)}",
         where=str(files[-1] if files else folder),
         cure="correct the line, as its words say" if failure.exitcode == WRONG_USAGE else f"{why}; {cure}",
         exit_code=max(1, failure.exitcode),
     )
-
-
-def _end_of(failure: ProcessFailure) -> str:
-    by_signal = failure.exitcode < 0
-    return f"was ended by {failure.signal_name()}" if by_signal else f"ended with exit code {failure.exitcode}"
