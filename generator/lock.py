@@ -57,6 +57,8 @@ _IN_THE_WAY = {
 
 _BEGINS = '{"host": '
 """How every lock file begins, also one that a kill has cut off; any other file is the user's."""
+_LENGTHS = range(len('{"host": "", "run": [1, 0.0], "step": [1, 0.0]}'), 1 << 15)
+"""How long a lock is: after a power loss a file may have its length, and nothing but zero bytes in it."""
 
 
 @dataclass(frozen=True)
@@ -73,9 +75,9 @@ class Owner:
     run: Process
     step: Process
 
-    def text(self) -> str:
+    def text(self, **more: object) -> str:
         """What stands in the lock file."""
-        return json.dumps(asdict(self))
+        return json.dumps(asdict(self) | more)
 
     @classmethod
     def parse(cls, text: str) -> "Owner | None":
@@ -139,7 +141,8 @@ def busy(path: Path) -> WangenError | None:
         return None
     text, age_s = found
     owner = Owner.parse(text)
-    return None if is_free(owner, age_s) else _busy(path, owner, age_s, ON_DATASET)
+    free = is_free(owner, age_s) or _is_copy(path, owner, text)
+    return None if free else _busy(path, owner, age_s, ON_DATASET)
 
 
 def require_own(path: Path) -> None:
@@ -173,19 +176,19 @@ def _take(path: Path, mine: Owner, does: str, wait_s: float, *, from_here: bool)
         _sweep(path)
         while tries:
             tries -= 1
-            if create(path, mine.text()):
+            if create(path, _text(path, mine)):
                 return
             found = read(path)
             if found is None:
                 continue
             text, age_s = found
             other = Owner.parse(text)
-            if not other and not text.startswith(_BEGINS[: len(text)]):
+            if not other and not _is_half(text):
                 raise _no_lock(path)
             if other and (other.host, other.run) == (mine.host, mine.run) and not alive(other.step):
                 _renew(path, mine)
                 return
-            if is_free(other, age_s):
+            if is_free(other, age_s) or _is_copy(path, other, text):
                 _clear(path, text)
             elif (from_here or (other and other.host != mine.host)) and time.monotonic() < until_s:
                 if from_here and other and not said:
@@ -250,7 +253,7 @@ def _create_in_place(path: Path, text: str) -> bool:
 def _renew(path: Path, mine: Owner) -> None:
     """The next step of the same run: the file is replaced, so that there is no moment without it."""
     temporary = _beside(path)
-    temporary.write_text(mine.text(), encoding="utf-8")
+    temporary.write_text(_text(path, mine), encoding="utf-8")
     temporary.replace(path)
 
 
@@ -299,6 +302,34 @@ def is_free(owner: Owner | None, age_s: float) -> bool:
     return not alive(owner.step) and (not alive(owner.run) or age_s > GAP_S)
 
 
+def _is_half(text: str) -> bool:
+    """Whether a file that names no owner is a lock that a kill or a power loss has cut off."""
+    return text.startswith(_BEGINS[: len(text)]) or (len(text) in _LENGTHS and not text.strip("\0"))
+
+
+def _is_copy(path: Path, owner: Owner | None, text: str) -> bool:
+    """Whether a lock came with its folder when that was copied, while its owner works on in the first one.
+
+    Both the inode of the folder and its path must be others. A folder that was moved keeps its inode; one that is
+    reached by another path does, too, and where inodes are made up anew (FUSE, CIFS) the path is the same.
+    """
+    noted = json.loads(text).get("folder") if owner and owner.host == here() else None
+    if not isinstance(noted, list) or len(noted) != 2:
+        return False
+    return all(own and was and own != was for own, was in zip(_folder(path), noted, strict=True))
+
+
+def _text(path: Path, mine: Owner) -> str:
+    """An owner with the folder that the lock is made in; those of earlier versions say nothing of that."""
+    return mine.text(folder=_folder(path))
+
+
+def _folder(path: Path) -> tuple[int, str]:
+    """Which folder a lock is in; inode 0 where the file system knows none."""
+    folder = path.parent.resolve()
+    return folder.stat().st_ino, str(folder)
+
+
 def _no_lock(path: Path) -> WangenError:
     return WangenError("a file that is no lock is in the place of the lock", where=str(path),
                        cure="give another --lock, or move the file away")  # fmt: skip
@@ -341,7 +372,7 @@ def _beat(path: Path, mine: Owner, stop: threading.Event) -> None:
         with suppress(OSError):  # a network folder may be away for a moment; the work goes on
             found = read(path)
             if found is None:
-                create(path, mine.text())
+                create(path, _text(path, mine))
             elif Owner.parse(found[0]) == mine:
                 os.utime(path)
 

@@ -188,6 +188,21 @@ def test_a_half_written_file_is_waited_for_a_moment_then_replaced(path, text):
     assert not path.exists()
 
 
+def test_nothing_but_zero_bytes_is_a_lock_that_a_power_loss_has_cut_off(path, dead):
+    for length in (len(owner(dead)), 400):
+        write(path, "\0" * length)
+        with pytest.raises(WangenError, match="just starting"), hold(path):
+            pass
+        write(path, "\0" * length, age_s=60)
+        assert lock.busy(path) is None
+        with hold(path):
+            pass
+    assert not path.exists()
+    write(path, "\0" * 100_000, age_s=60)
+    with pytest.raises(WangenError, match="no lock is in the place of the lock"), hold(path):
+        pass
+
+
 @pytest.mark.parametrize("text", ["resolution = 512\n", "[]", "null", "\x00", "a caption", "\n"])
 def test_a_file_of_the_users_is_no_lock_and_stays(path, text):
     write(path, text, age_s=1000)
