@@ -13,10 +13,10 @@ import click
 from wangen import profiles
 from wangen.generator.check_command import CheckCommand, execute
 from wangen.generator.commands import StepCommand
+from wangen.generator.early import STOPPED
 from wangen.generator.errors import WAS_STOPPED, WRONG_USAGE, UsageError, WangenError, in_words
 from wangen.generator.plain_command import PlainCommand
 from wangen.generator.steps import STEPS, find_step
-from wangen.generator.stopping import STOPPED
 from wangen.profiles.reading import ProfileError
 
 

@@ -6,20 +6,34 @@ import os
 import sys
 
 from wangen.generator import COMPLETE
+from wangen.generator.early import end_at_once
 
 OVERVIEW = __file__.removesuffix("entry.py") + "overview.txt"
 
 
-def refuse_module() -> None:
-    """End `python -m wangen.runtime.train …`, which would load a module, do nothing, and succeed."""
+def begin_module() -> None:
+    """What comes first in `python -m wangen.runtime`, and nothing where somebody imports that.
+
+    Ctrl-C is heard from here on; until a step begins it would else end in a traceback. `python -m wangen.runtime.train`
+    ends here: it would load a module, do nothing, and succeed.
+    """
     if sys.argv[:1] != ["-m"]:  # Python looks for a module to run
         return
     words = iter(sys.orig_argv)
     first = next((word for word in words if word.startswith("-m")), "")
     named = first[2:] or next(words, "")
-    if named.startswith("wangen.runtime.") and named != "wangen.runtime.doctor":
+    if named == "wangen.runtime":
+        _hear_ctrl_c()
+    elif named.startswith("wangen.runtime.") and named != "wangen.runtime.doctor":
         sys.stderr.write(f"wangen: {named} is no program\n  do:    python -m wangen.runtime STEP, train for example\n")
         sys.exit(2)
+
+
+def _hear_ctrl_c() -> None:
+    """Have Ctrl-C end the process with a message until a step begins, which has its own way to stop."""
+    import signal
+
+    signal.signal(signal.SIGINT, end_at_once)
 
 
 def _fill_streams() -> None:
@@ -39,6 +53,7 @@ def entry() -> None:
         return
     # The Pythons that this one starts look for no module in the working folder either, whoever filled it.
     os.environ["PYTHONSAFEPATH"] = "1"
+    _hear_ctrl_c()
     import io
     import signal
 
@@ -48,10 +63,10 @@ def entry() -> None:
             stream.reconfigure(errors="backslashreplace")
     from wangen.generator.stopping import stop, stop_with_launcher
 
-    signal.signal(signal.SIGINT, stop)
     stop_with_launcher()
     from wangen.generator.cli import main
 
+    signal.signal(signal.SIGINT, stop)
     code = main()
     try:
         if sys.stdout:  # it may be closed (`>&-`)

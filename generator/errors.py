@@ -5,11 +5,10 @@ import os
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
+from wangen.generator.early import WAS_STOPPED as WAS_STOPPED
+
 WRONG_USAGE = 2
 """The exit code of a wrong command line: as it is, it will never do."""
-
-WAS_STOPPED = 130
-"""The exit code of what Ctrl-C or a signal stopped, as shells have it (128 + SIGINT): there is nothing to mend."""
 
 
 class WangenError(Exception):

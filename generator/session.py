@@ -22,11 +22,12 @@ from pathlib import Path
 from typing import IO, Any
 
 from wangen.generator.bulk import bulk
+from wangen.generator.early import STOPPED
 from wangen.generator.errors import WAS_STOPPED, TakenOverError, UsageError, WangenError, in_words
 from wangen.generator.files import remove_left, special, unwritable, write_text
 from wangen.generator.install import install_line
 from wangen.generator.lock import IN_SCRIPT
-from wangen.generator.stopping import STOPPED, stop
+from wangen.generator.stopping import stop
 from wangen.generator.table import REPORT, Step, options
 
 log = logging.getLogger("wangen")

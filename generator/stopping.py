@@ -3,18 +3,15 @@
 import os
 import signal
 import sys
-from contextlib import suppress
 from types import FrameType
 
-from wangen.generator.errors import WAS_STOPPED
-
-STOPPED = "stopped. Nothing saved is lost: run the same line again to go on."
+from wangen.generator.early import end_at_once
 
 PR_SET_PDEATHSIG = 1
 """Of Linux's `prctl`: the signal that comes when the thread that started this process is gone."""
 
 
-def stop(_signal_number: int, frame: FrameType | None) -> None:
+def stop(signal_number: int, frame: FrameType | None) -> None:
     """Ctrl-C, and SIGTERM in a step: a KeyboardInterrupt, except while libraries are imported.
 
     An import that is broken off leaves a library half made; some swallow the interrupt, others end in a traceback about
@@ -26,9 +23,7 @@ def stop(_signal_number: int, frame: FrameType | None) -> None:
     while frame:
         # It alone lies under every import; others of its module answer quick questions in the middle of work.
         if frame.f_code.co_name == "_find_and_load" and frame.f_code.co_filename.startswith("<frozen importlib"):
-            with suppress(OSError):  # standard error may be closed, or nobody reads it
-                os.write(2, f"wangen: {STOPPED}\n".encode())
-            os._exit(WAS_STOPPED)
+            end_at_once(signal_number, frame)
         frame = frame.f_back
     raise KeyboardInterrupt
 

@@ -1,6 +1,7 @@
 """What Ctrl-C does at moments that a signal rarely meets."""
 
 import logging
+import os
 import signal
 import subprocess
 import sys
@@ -9,6 +10,7 @@ from importlib.machinery import ModuleSpec
 
 import pytest
 
+from wangen.generator.early import STOPPED
 from wangen.generator.errors import WAS_STOPPED
 from wangen.generator.stopping import stop
 from wangen.runtime.interrupt import Interrupt
@@ -88,3 +90,36 @@ def test_within_an_import_the_process_ends_with_one_message(tmp_path):
     ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=tmp_path)
     assert (ended.returncode, ended.stderr.count("\n")) == (WAS_STOPPED, 1)
     assert "run the same line again" in ended.stderr
+
+
+AT_MOMENT = """
+import os, signal, sys
+def at(event, args):
+    if moment in (event, *map(str, args[:1])) or (event == "exec" and args[0].co_filename.endswith(moment)):
+        signal.raise_signal(signal.SIGINT)
+moment = os.environ["MOMENT"]
+sys.addaudithook(at)
+"""
+
+
+@pytest.mark.skipif(os.name == "nt", reason="Windows starts another Python in a virtual environment")
+@pytest.mark.parametrize("moment", ["wangen.runtime.memory", "wangen.generator.target", "wangen.profiles", "click",
+                                    "runtime/memory/allocator.py", "runtime/__main__.py", "click.core"])  # fmt: skip
+def test_ctrl_c_while_a_step_is_starting_is_one_message(tmp_path, moment):
+    """Also between imports, where nothing that is broken off catches it."""
+    (tmp_path / "sitecustomize.py").write_text(AT_MOMENT)
+    ended = subprocess.run(
+        [sys.executable, "-m", "wangen.runtime", "train", "--help"], capture_output=True, text=True,
+        env=os.environ | {"PYTHONPATH": str(tmp_path), "MOMENT": moment},
+    )  # fmt: skip
+    assert (ended.returncode, ended.stderr) == (WAS_STOPPED, f"wangen: {STOPPED}\n")
+
+
+def test_who_imports_the_runtime_keeps_a_ctrl_c_of_their_own(tmp_path):
+    code = "import signal, wangen.runtime; assert signal.getsignal(signal.SIGINT) is signal.default_int_handler"
+    (tmp_path / "mine.py").write_text(code)
+    (tmp_path / "package").mkdir()
+    (tmp_path / "package" / "__init__.py").write_text("import wangen.runtime\n")
+    (tmp_path / "package" / "__main__.py").write_text("import mine\n")
+    for words in (["mine.py"], ["-m", "mine"], ["-m", "package"]):
+        assert subprocess.run([sys.executable, *words], cwd=tmp_path).returncode == 0
