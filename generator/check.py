@@ -11,19 +11,20 @@ from importlib import import_module
 from pathlib import Path, PurePosixPath
 
 from wangen import profiles
-from wangen.generator import experts, kinds, scripts
+from wangen.generator import experts, kinds
 from wangen.generator.bundle import is_called
 from wangen.generator.cache_sizes import Encoding, asked_texts, cached_bytes, encoding_of, sample_bytes, text_bytes
 from wangen.generator.dataset import Item, media_of, read_facts
 from wangen.generator.edit_tasks import task_warning
 from wangen.generator.errors import WangenError, many
 from wangen.generator.files import full_disks, nearest_existing
+from wangen.generator.finding import Finding
 from wangen.generator.geometry import clip_fault, clip_frames, misfit, windows
 from wangen.generator.items import read_items, unsuited
 from wangen.generator.lock import IN_SCRIPT
+from wangen.generator.own_script import Placed, read_own_script
 from wangen.generator.paths import is_foreign
 from wangen.generator.publish import manifest
-from wangen.generator.quoting import QUOTES
 from wangen.generator.sample_prompts import read_prompts
 from wangen.generator.session import Report
 from wangen.generator.steps import CacheStep, Check, Train
@@ -39,22 +40,6 @@ log = logging.getLogger("wangen")
 UNSAID = Encoding(vae_dtype="float32", clip_dtype="float32")
 """How the cache is made where the caching steps leave that to the machine, at most."""
 
-_Placed = tuple[str, Step | WangenError]
-"""Where a step stands in a script, and the step, or what is wrong with its line."""
-
-
-@dataclass(frozen=True)
-class Finding:
-    """One thing that is wrong, as it is printed and reported."""
-
-    where: str
-    found: str
-    cure: str
-
-    def __str__(self) -> str:
-        """`where: fact; cure`."""
-        return "; ".join(filter(None, (f"{self.where}: {self.found}", self.cure)))
-
 
 def run(options: Check) -> Report:
     """Look at everything the other steps will need and list what is wrong.
@@ -63,15 +48,16 @@ def run(options: Check) -> Report:
         WangenError: the dataset TOML itself cannot be read.
     """
     entries = read_dataset(options.dataset, options.resolution)
-    unset, steps = _own_script()
+    script = read_own_script()
+    steps = script.steps
     seen = examine(without_idle(options, [step for _, step in steps]), entries, [step for _, step in steps])
-    findings = [*unset, *_refused(steps, seen), *seen.findings]
+    findings = [*script.findings, *_refused(steps, seen), *seen.findings]
     will_cache = any(isinstance(step, CacheStep) for _, step in steps)
     if will_cache and not findings and any(_is_empty(entry.cache_directory) for entry in entries):
         findings += _refused_later(steps, seen)
     for finding in findings:
         log.error("  - %s", finding)
-    for warning in filter(None, (*seen.warnings, _changes_since())):
+    for warning in filter(None, (*script.warnings, *seen.warnings, _changes_since())):
         log.warning("  %s", warning)
     verdict = many(len(findings), "problem") if findings else "all good"
     return Report(
@@ -93,23 +79,6 @@ def _changes_since() -> str:
     return changes_since(Path(os.environ[IN_SCRIPT]))
 
 
-def _own_script() -> tuple[list[Finding], list[_Placed]]:
-    """Of the script that runs this step: the lines of its block of knobs that set none, and its steps."""
-    unset: list[Finding] = []
-    steps: list[_Placed] = []
-    path = Path(os.environ.get(IN_SCRIPT, ""))
-    if path.suffix[1:] in QUOTES:
-        # It may be gone, and one that was edited may say things that only its shell can read.
-        with suppress(OSError, WangenError):
-            data = path.read_bytes()
-            for line in scripts.invalid_knobs(data):
-                cure = "write letters, digits and . _ , + - as its value"
-                unset.append(Finding(path.name, f"no knob is set by {line!r}", cure))
-            for command, step in scripts.parsed_steps(data, path.suffix[1:]):
-                steps.append((f"{path.name}, {command}", step))
-    return unset, steps
-
-
 def without_idle(options: Check, steps: Iterable[Step | WangenError]) -> Check:
     """The options without the weights of an expert that no step of the script works with, as its knob EXPERTS says."""
     used = [step for step in steps if not isinstance(step, Check) and hasattr(step, "dit_high_noise")]
@@ -119,7 +88,7 @@ def without_idle(options: Check, steps: Iterable[Step | WangenError]) -> Check:
     return replace(options, dit=None) if trained == {"high"} else options
 
 
-def _refused(steps: Iterable[_Placed], seen: "Examined") -> Iterator[Finding]:
+def _refused(steps: Iterable[Placed], seen: "Examined") -> Iterator[Finding]:
     """What the steps after this one would refuse by their flags alone: said now, not hours later."""
     for where, step in steps:
         if isinstance(step, WangenError):
@@ -128,7 +97,7 @@ def _refused(steps: Iterable[_Placed], seen: "Examined") -> Iterator[Finding]:
             yield Finding(where, *fault)
 
 
-def _refused_later(steps: Iterable[_Placed], seen: "Examined") -> Iterator[Finding]:
+def _refused_later(steps: Iterable[Placed], seen: "Examined") -> Iterator[Finding]:
     """What training would refuse after hours of caching, by headers of files, what is installed and the disk.
 
     It loads torch, which takes seconds: where a cache is there already, training says the same soon enough.

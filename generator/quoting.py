@@ -125,22 +125,22 @@ def trailing_backslashes(text: str) -> str:
     return text[len(text.rstrip("\\")) :]
 
 
-def commands(text: str, shell: str, knobs: Mapping[str, str]) -> list[list[str]]:
+def commands(text: str, shell: str, knob: Callable[[str], str]) -> list[list[str]]:
     """The argument lists of the steps of a script, in order, with the values of the knobs in their places.
 
     Args:
         text: the script, with LF at the line ends.
         shell: `sh`, `bat` or `ps1`.
-        knobs: values by variable name.
+        knob: gives the value of a variable, by its name.
 
     Raises:
-        WangenError: a step's line cannot be read.
+        WangenError: a step's line cannot be read, or `knob` raised it.
     """
     found = []
     start = CALLS[shell].search(text)
     while start:
         # The search goes on behind the words, because a text among them may look like a step's first line.
-        words, end = _READERS[shell](text, start.end(), knobs)
+        words, end = _READERS[shell](text, start.end(), knob)
         if not words:
             raise _unreadable(text, start.end())
         found.append(words)
@@ -153,18 +153,12 @@ def _refused(text: str, shell: str, what: str, cure: str) -> WangenError:
     return WangenError(f"a .{shell} script cannot carry {what}", where=ascii(shown)[1:-1], cure=cure)
 
 
-def _value(name: str, knobs: Mapping[str, str]) -> str:
-    if name not in knobs:
-        raise WangenError(f"the script uses {name}, which its block of knobs does not set", cure="publish it again")
-    return knobs[name]
-
-
 def _unreadable(text: str, position: int) -> WangenError:
     line = text.count("\n", 0, position) + 1
     return WangenError("this step's words cannot be read", where=f"line {line} of the script", cure="publish it again")
 
 
-def _read_sh(text: str, position: int, knobs: Mapping[str, str]) -> tuple[list[str], int]:
+def _read_sh(text: str, position: int, knob: Callable[[str], str]) -> tuple[list[str], int]:
     words: list[str] = []
     open_word = False
     # The user's further words, and what happens on failure, are no part of the step's own line.
@@ -178,8 +172,8 @@ def _read_sh(text: str, position: int, knobs: Mapping[str, str]) -> tuple[list[s
             if text[position : position + 1] in ("\n", ""):
                 break
             raise _unreadable(text, position)
-        quoted, escaped, knob, plain = piece.groups()
-        part = _value(knob, knobs) if knob else "'" if escaped else plain if quoted is None else quoted
+        quoted, escaped, name, plain = piece.groups()
+        part = knob(name) if name else "'" if escaped else plain if quoted is None else quoted
         if open_word:
             words[-1] += part
         else:
@@ -188,7 +182,7 @@ def _read_sh(text: str, position: int, knobs: Mapping[str, str]) -> tuple[list[s
     return words, position
 
 
-def _read_bat(text: str, position: int, knobs: Mapping[str, str]) -> tuple[list[str], int]:
+def _read_bat(text: str, position: int, knob: Callable[[str], str]) -> tuple[list[str], int]:
     end = position
     while True:
         stop = text.find("\n", end)
@@ -200,11 +194,11 @@ def _read_bat(text: str, position: int, knobs: Mapping[str, str]) -> tuple[list[
     for inside in re.findall(r'"([^"]*)"', text[position:stop]):
         run = trailing_backslashes(inside)
         half = inside[: len(inside) - len(run) // 2]
-        words.append(_BAT_PIECE.sub(lambda m: _value(m[1], knobs) if m[1] else "%", half))
+        words.append(_BAT_PIECE.sub(lambda m: knob(m[1]) if m[1] else "%", half))
     return words, stop
 
 
-def _read_ps1(text: str, position: int, knobs: Mapping[str, str]) -> tuple[list[str], int]:
+def _read_ps1(text: str, position: int, knob: Callable[[str], str]) -> tuple[list[str], int]:
     words: list[str] = []
     join = False
     while True:
@@ -216,8 +210,8 @@ def _read_ps1(text: str, position: int, knobs: Mapping[str, str]) -> tuple[list[
             if not text.startswith(")", position):
                 raise _unreadable(text, position)
             return words, position + 1
-        quoted, knob = piece.groups()
-        part = _value(knob, knobs) if knob else re.sub(f"([{_PS_QUOTES}])[{_PS_QUOTES}]", r"\1", quoted)
+        quoted, name = piece.groups()
+        part = knob(name) if name else re.sub(f"([{_PS_QUOTES}])[{_PS_QUOTES}]", r"\1", quoted)
         if join:
             words[-1] += part
         else:
@@ -230,7 +224,7 @@ def _read_ps1(text: str, position: int, knobs: Mapping[str, str]) -> tuple[list[
 
 
 QUOTES: Mapping[str, Callable[[Word], str]] = {"sh": sh_word, "bat": bat_word, "ps1": ps1_word}
-_READERS: Mapping[str, Callable[[str, int, Mapping[str, str]], tuple[list[str], int]]] = {
+_READERS: Mapping[str, Callable[[str, int, Callable[[str], str]], tuple[list[str], int]]] = {
     "sh": _read_sh,
     "bat": _read_bat,
     "ps1": _read_ps1,

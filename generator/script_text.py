@@ -24,7 +24,7 @@ _NAME = r"(?P<name>[A-Z][A-Z0-9_]*)"
 _QUOTED = r"""(?P<quote>["']?)(?P<value>[A-Za-z0-9._,+-]+)(?P=quote)"""
 _KNOB_LINES = {
     "sh": re.compile(rf"{_NAME}={_QUOTED}[ \t]*(?P<remark>[ \t]#.*)?"),
-    "bat": re.compile(rf'set +(?P<quote>"?){_NAME}=(?P<value>[A-Za-z0-9._,+-]+)(?P=quote)[ \t]*', re.IGNORECASE),
+    "bat": re.compile(rf'set +(?P<quote>")?{_NAME}=(?P<value>[A-Za-z0-9._,+-]+)(?(quote)"[ \t]*)', re.IGNORECASE),
     "ps1": re.compile(rf"\${_NAME}[ \t]*=[ \t]*{_QUOTED}(?P<remark>[ \t]*#.*)?[ \t]*"),
 }
 _BOM = b"\xef\xbb\xbf"

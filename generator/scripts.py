@@ -5,7 +5,7 @@ is seen by a digest in the script's head, and then the script stays and the new 
 """
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import pairwise
@@ -125,9 +125,16 @@ def read_steps(data: bytes, shell: str) -> list[list[str]]:
     """The steps' command lines with the knobs' values in place, each beginning with the step's command name.
 
     Raises:
-        WangenError: a line cannot be read.
+        WangenError: a line cannot be read, or uses a knob that is not set.
     """
-    return quoting.commands(decode(data), shell, read_knobs(data))
+    knobs = read_knobs(data)
+
+    def value(name: str) -> str:
+        if name not in knobs:
+            raise WangenError(f"the script uses {name}, which its block of knobs does not set", cure="publish it again")
+        return knobs[name]
+
+    return quoting.commands(decode(data), shell, value)
 
 
 def parsed_steps(data: bytes, shell: str) -> Iterator[tuple[str, Step | WangenError]]:
@@ -136,7 +143,12 @@ def parsed_steps(data: bytes, shell: str) -> Iterator[tuple[str, Step | WangenEr
     Raises:
         WangenError: the script cannot be read.
     """
-    for command, *words in read_steps(data, shell):
+    yield from parsed(read_steps(data, shell))
+
+
+def parsed(lines: Iterable[list[str]]) -> Iterator[tuple[str, Step | WangenError]]:
+    """As `parsed_steps`, of command lines that are read already."""
+    for command, *words in lines:
         kind = find_step(command)
         try:
             if kind is None:
@@ -144,6 +156,15 @@ def parsed_steps(data: bytes, shell: str) -> Iterator[tuple[str, Step | WangenEr
             yield command, judged(parse(kind, words))
         except WangenError as error:
             yield command, error
+
+
+def marked_steps(data: bytes, shell: str) -> list[list[str]]:
+    r"""As `read_steps`, with `\0` and the name of a knob in the place of its value, whether it is set or not.
+
+    Raises:
+        WangenError: a line cannot be read.
+    """
+    return quoting.commands(decode(data), shell, "\0{}".format)  # which no word of a script holds
 
 
 def untouched(data: bytes) -> bool:
@@ -208,16 +229,12 @@ def _variables(data: bytes, shell: str) -> dict[tuple[str, str], str]:
     Raises:
         WangenError: a line cannot be read.
     """
-    text = decode(data)
-    marks = {f"\0{knob}": knob for knob in read_knobs(data)}  # which no word of a script holds
     found = {}
-    for command, *words in quoting.commands(text, shell, {knob: mark for mark, knob in marks.items()}):
+    for command, *words in marked_steps(data, shell):
         for before, word in pairwise(["", *words]):
-            flag, equals, value = word.partition("=")
-            if word in marks:
-                found[command, before.removeprefix("--")] = marks[word]
-            elif equals and value in marks:
-                found[command, flag.removeprefix("--")] = marks[value]
+            flag, mark, knob = word.partition("\0")
+            if mark:
+                found[command, (flag.rstrip("=") or before).removeprefix("--")] = knob
     return found
 
 

@@ -307,6 +307,7 @@ def test_a_toml_that_cannot_be_read(good, capsys, text, code, words):
         (b"'0.0001'", b"'0,0001'", "train: --learning_rate takes a number, got '0,0001'"),
         (b"VALIDATION_ITEMS='0'", b"VALIDATION_ITEMS='99'", "train: --validation_items 99 leaves nothing of"),
         (b"NETWORK_DIM='16'", b"NETWORK_DIM='0'", "train: --network_dim must be above 0"),
+        (b"SEED='42'\n", b"", "the knob SEED is not set; write it into the block"),
         (b"'42'", b"'4 2'", "no knob is set by \"SEED='4 2'\""),
         (b"--dit", b"--did", "train: train has no flag --did; did you mean --dit?"),
         (b"'eps=1e-6'", b"'eps'", "train: --optimizer_args takes key=value, got 'eps'"),

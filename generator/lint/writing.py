@@ -6,8 +6,8 @@ from collections.abc import Iterator
 from wangen.generator.lint.kinds import Finding
 from wangen.generator.lint.script import HERE, MARK, UNKNOWN, Script, Word, quoted
 from wangen.generator.lint.tools import find
+from wangen.generator.script_bytes import wrong_line_ends, wrong_mark
 
-_BOM = b"\xef\xbb\xbf"
 _MAX_LINE = 8191
 _PLACEHOLDER = re.compile(
     r"(?:(?<=[=/\\ \"'])|\A)<[A-Za-z][\w .:/\\-]+>|\{\{[^{}\n]*\}\}"
@@ -29,27 +29,15 @@ _SMART = re.compile("[“”„‘’‚‛«»]")
 def file_bytes(script: Script) -> Iterator[Finding]:
     """Line ends, byte order marks, code pages."""
     data = script.data
-    if data.startswith((b"\xff\xfe", b"\xfe\xff")):
-        data = data[:2] + data.decode("utf-16", "replace").encode()
-    broken = data.count(b"\n") - data.count(b"\r\n")
     plain = any(
         ord(c) > 127 for call in script.calls for word in call.args for c in word.text if c not in HERE + UNKNOWN
     )
-    if script.shell == "bat" and broken:
+    if ends := wrong_line_ends(data, script.shell, script.path.name):
         jumps = re.search(rb"(?im)^\s*:[a-z]|\bgoto\b|call\s+:", data) is not None
-        yield Finding("line-ends", 1, "this .bat file has LF line ends; cmd needs CRLF, and misses labels without",
-                      "save it with Windows (CRLF) line ends", None if jumps else "warning")  # fmt: skip
-    first = data.split(b"\n")[0]
-    if script.shell == "sh" and (first.endswith(b"\r") or (not first.startswith(b"#!") and b"\r\n" in data)):
-        yield Finding("line-ends", 1, "this .sh file has CRLF line ends, which bash takes for part of the words",
-                      "save it with Unix (LF) line ends: sed -i 's/\\r$//' " + script.path.name)  # fmt: skip
-    if script.shell != "ps1" and data.startswith((_BOM, b"\xff\xfe", b"\xfe\xff")):
-        yield Finding("bom", 1, "this file begins with a byte order mark, which spoils its first line",
-                      "save it as UTF-8 without a byte order mark")  # fmt: skip
+        yield Finding("line-ends", *ends, "warning" if script.shell == "bat" and not jumps else None)
+    if mark := wrong_mark(data, script.shell):
+        yield Finding("bom", *mark, "warning" if script.shell == "ps1" and not plain else None)
     foreign = next((n for n, line in enumerate(script.lines, 1) if not line.isascii()), 0)
-    if script.shell == "ps1" and foreign and not data.startswith((_BOM, b"\xff\xfe")):
-        yield Finding("bom", foreign, "Windows PowerShell reads this file in another code page, because it has no byte "
-                      "order mark", "save it as UTF-8 with BOM", None if plain else "warning")  # fmt: skip
     if script.shell == "bat" and plain and not re.search(rb"(?i)chcp\s+65001", data):
         yield Finding("encoding", foreign or 1, "cmd reads letters outside ASCII in the machine's own code page",
                       "write chcp 65001 >nul in front of this line, and save the file as UTF-8")  # fmt: skip
