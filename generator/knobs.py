@@ -8,11 +8,9 @@ from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 from wangen.generator.errors import WangenError
+from wangen.generator.knob_values import VALUE
 from wangen.generator.table import Option, Step, options, text_of
 from wangen.profiles import Platform
-
-VALUE = re.compile(r"[A-Za-z0-9._,+-]+")
-"""What a knob may hold: nothing here means anything to any shell."""
 
 # A remark stands unquoted in a .bat file, where & and % mean something; it is plain ASCII where it can be.
 _SPELLED = {"…": "...", "’": "'", "&": "and", "%": " percent"}

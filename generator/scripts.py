@@ -14,7 +14,8 @@ from typing import NamedTuple
 from wangen.generator import quoting, slurm
 from wangen.generator.commands import parse
 from wangen.generator.errors import UsageError, WangenError
-from wangen.generator.knobs import VALUE, Knob, made_of
+from wangen.generator.knob_values import VALUE
+from wangen.generator.knobs import Knob, made_of
 from wangen.generator.quoting import Word
 from wangen.generator.refusals import judged
 from wangen.generator.script_text import (

@@ -97,12 +97,29 @@ def test_the_callers_folders_are_left_as_they_were(site, word, code):
     ]  # fmt: skip
 
 
-def test_a_knob_with_hostile_characters_stays_one_word(site):
+@pytest.mark.parametrize(
+    "line",
+    [
+        'set "SEED=4 & (2) ^ |x >y; !z!"', 'set "SEED = 7"', "set SEED=7 ", "set SEED=7 & rem mine", 'set SEED="4 2"',
+        'set "SEED=42""', "", "rem", 'set "SEED="', 'set "SEEED=7"', "set SEED=%PATH%", "set SEED=é",
+    ],
+)  # fmt: skip
+def test_a_knob_that_the_user_broke_is_named(site, line):
+    """What stands in the environment under its name does not count."""
     text = site.script.read_bytes()
-    site.script.write_bytes(text.replace(b'"SEED=42"', b'"SEED=4 & (2) ^ |x >y; !z!"'))
-    assert site.run("train").returncode == 0
+    site.script.write_bytes(text.replace(b'set "SEED=42"', line.encode()))
+    done = site.run(SEED="999")
+    assert (done.returncode, site.calls) == (2, [])
+    assert done.stderr == "wangen: the knob SEED may hold letters, digits and . _ , + - only\n"
+    assert done.stdout == '  do:    write its line at the top of this script like the others: set "NAME=value"\n'
+
+
+def test_a_knob_without_quotes_and_the_users_variables(site):
+    text = site.script.read_bytes()
+    site.script.write_bytes(text.replace(b'set "SEED=42"', b"set SEED=-7"))
+    assert site.run("train", SEED="999", NETWORK_DIM="999").returncode == 0
     (words,) = (call["argv"] for call in site.calls)
-    assert words[words.index("--seed") + 1] == "4 & (2) ^ |x >y; !z!"
+    assert [words[words.index(flag) + 1] for flag in ("--seed", "--network_dim")] == ["-7", "16"]
 
 
 def test_run_again_after_a_failure_runs_all_steps(site):

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 from shells.bundles import bundle, put, read_calls
 
+from wangen.generator import knob_values
 from wangen.generator.scripts import render
 
 HERE = Path(__file__).resolve().parent
@@ -104,6 +105,8 @@ class Library:
             "import sys, recorder\nsys.exit(recorder.main(['-m', 'wangen.runtime', *sys.argv[1:]]))\n"
         )
         shutil.copy(HERE / "recorder.py", self.folder)
+        (self.folder / "wangen" / "generator").mkdir()
+        shutil.copy(knob_values.__file__, self.folder / "wangen" / "generator")
 
     @property
     def env(self) -> dict[str, str]:

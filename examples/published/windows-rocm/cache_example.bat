@@ -14,8 +14,11 @@ rem Python is taken from WANGEN_PYTHON (full path of python.exe), the virtual en
 rem You may change the values of the knobs below: publishing again keeps them. Any other edit makes publishing
 rem leave this file as it is and write the new text beside it as cache_example.bat.new.
 rem
-rem wangen-digest: 013cbc6eb2c5abbf3ca6970ae8c96f53
+rem wangen-digest: 92ade2f9d3ca4ddc741b0f0a4dbf329b
 chcp 65001 >nul 2>&1
+
+rem Nothing comes from the environment.
+for %%K in (RESOLUTION VAE_DTYPE T5_DTYPE NUM_WORKERS) do set "%%K="
 
 rem >>> knobs: letters, digits and . _ , + - only
 rem check, cache_latents, cache_text, check_cache: which resolutions of the TOML to use: all, or for example 256,832x480 (published: 832x480)
@@ -87,9 +90,11 @@ set "PYTHONSAFEPATH=1"
 set "PYTHONHOME="
 set "WANGEN_SCRIPT=%WG_SELF%"
 set "WANGEN_SCRIPT_VERSION=0.1.0"
-"%WG_PY%" -c "import wangen.runtime" >nul
+"%WG_PY%" -c "import wangen.runtime, wangen.generator.knob_values as k; k.require('RESOLUTION VAE_DTYPE T5_DTYPE NUM_WORKERS')" >nul
 set "WG_RC=%ERRORLEVEL%"
 if "%WG_RC%"=="0" goto wg_step1
+if "%WG_RC%"=="2" echo   do:    write its line at the top of this script like the others: set "NAME=value"
+if "%WG_RC%"=="2" goto wg_end
 echo wangen: this Python cannot import wangen, as it says above: "%WG_PY%"
 echo   do:    run setup_wangen.bat beside this script, or type:
 echo   "%WG_PY%" -m pip install "%WG_BASE%files\wangen-0.1.0-py3-none-any.whl[runtime]"

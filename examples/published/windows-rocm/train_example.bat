@@ -15,8 +15,11 @@ rem Python is taken from WANGEN_PYTHON (full path of python.exe), the virtual en
 rem You may change the values of the knobs below: publishing again keeps them. Any other edit makes publishing
 rem leave this file as it is and write the new text beside it as train_example.bat.new.
 rem
-rem wangen-digest: 1e02f360fa98da41bccc91294a09ddc5
+rem wangen-digest: ea0e72ded82cf4ed15cdce13cef67cde
 chcp 65001 >nul 2>&1
+
+rem Nothing comes from the environment.
+for %%K in (RESOLUTION NETWORK_DIM NETWORK_ALPHA LEARNING_RATE LR_SCHEDULER OPTIMIZER_TYPE MAX_TRAIN_EPOCHS GRADIENT_ACCUMULATION_STEPS MIXED_PRECISION TIMESTEP_SAMPLING DISCRETE_FLOW_SHIFT SEED BLOCKS_TO_SWAP ATTENTION MAX_DATA_LOADER_N_WORKERS VAE_DTYPE T5_DTYPE VALIDATION_ITEMS NUM_WORKERS) do set "%%K="
 
 rem >>> knobs: letters, digits and . _ , + - only
 rem check, cache_latents, cache_text, check_cache, train: which resolutions of the TOML to use: all, or for example 256,832x480 (published: 832x480)
@@ -126,9 +129,11 @@ set "PYTHONSAFEPATH=1"
 set "PYTHONHOME="
 set "WANGEN_SCRIPT=%WG_SELF%"
 set "WANGEN_SCRIPT_VERSION=0.1.0"
-"%WG_PY%" -c "import wangen.runtime" >nul
+"%WG_PY%" -c "import wangen.runtime, wangen.generator.knob_values as k; k.require('RESOLUTION NETWORK_DIM NETWORK_ALPHA LEARNING_RATE LR_SCHEDULER OPTIMIZER_TYPE MAX_TRAIN_EPOCHS GRADIENT_ACCUMULATION_STEPS MIXED_PRECISION TIMESTEP_SAMPLING DISCRETE_FLOW_SHIFT SEED BLOCKS_TO_SWAP ATTENTION MAX_DATA_LOADER_N_WORKERS VAE_DTYPE T5_DTYPE VALIDATION_ITEMS NUM_WORKERS')" >nul
 set "WG_RC=%ERRORLEVEL%"
 if "%WG_RC%"=="0" goto wg_step1
+if "%WG_RC%"=="2" echo   do:    write its line at the top of this script like the others: set "NAME=value"
+if "%WG_RC%"=="2" goto wg_end
 echo wangen: this Python cannot import wangen, as it says above: "%WG_PY%"
 echo   do:    run setup_wangen.bat beside this script, or type:
 echo   "%WG_PY%" -m pip install "%WG_BASE%files\wangen-0.1.0-py3-none-any.whl[runtime]"
