@@ -211,6 +211,23 @@ def test_a_training_that_reads_no_cache_is_one_job(tmp_path, pretended):
     ]
 
 
+@pytest.mark.parametrize(
+    ("line", "what"),
+    [("NODES='1'", "is a number from 1 on"), ("PARTITION='default'", "may hold letters, digits and . _ , + - only")],
+)
+def test_a_knob_that_the_user_took_out_is_named(tmp_path, pretended, monkeypatch, line, what):
+    """What the environment has under its name does not count."""
+    bundle, name = published(tmp_path), line.partition("=")[0]
+    text = script(bundle).read_text()
+    assert line in text
+    script(bundle).write_text(text.replace(line, ""))
+    for value in ("3", ""):
+        monkeypatch.setenv(name, value)
+        done = run(bundle)
+        assert (done.returncode, done.stderr) == (2, f"wangen: the knob {name} {what}\n")
+    assert not pretended.exists()
+
+
 def test_without_a_card_none_is_asked_for(tmp_path, pretended):
     place = write_tree(tmp_path, {"profiles/slurm.toml": 'accelerator = "cpu"\n'})
     assert run(published(place)).returncode == 0

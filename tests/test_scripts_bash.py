@@ -184,6 +184,16 @@ def test_a_knob_that_the_user_broke_is_named(site):
     assert (done.returncode, "the knob SEED" in done.stderr, site.calls) == (2, True, [])
 
 
+@pytest.mark.parametrize("line", ["", "SEEED='7'", "# SEED='42'", "SEED="])
+def test_a_knob_that_the_user_took_out_is_named(site, line):
+    """What the environment has under its name does not count."""
+    site.script.write_text(site.script.read_text().replace("SEED='42'", line))
+    for env in ({}, {"SEED": "9"}):
+        done = site.run(**env)
+        assert (done.returncode, site.calls) == (2, [])
+        assert done.stderr == "wangen: the knob SEED may hold letters, digits and . _ , + - only\n"
+
+
 def test_line_ends_of_windows_are_named(site):
     site.script.write_bytes(site.script.read_bytes().replace(b"\n", b"\r\n"))
     done = site.run()

@@ -72,10 +72,12 @@ def execute(
     start: Callable[[Call], int],
     env: Mapping[str, str] | None = None,
     line: str = "powershell -File x.ps1",
+    variables: Mapping[str, Any] | None = None,
 ) -> Run:
     """Run a script as `powershell -File SCRIPT WORDS` does; `start` stands for the programs and gives their codes.
 
-    It raises an OSError where Windows cannot start a program. `line` is the command line of this PowerShell.
+    It raises an OSError where Windows cannot start a program. `line` is the command line of this PowerShell,
+    `variables` are those of the window that the script runs in.
 
     Raises:
         OutsideError: the script uses something that the model does not know, or the grammar does not accept it.
@@ -84,6 +86,7 @@ def execute(
     if bad := faults(root):
         raise OutsideError(f"the grammar does not accept line {bad[0].start_point[0] + 1}")
     machine = _Machine(script, words, start, dict(env or {}), line)
+    machine.variables |= variables or {}
     try:
         machine.block(root)
     except _ExitError as end:
@@ -375,6 +378,11 @@ class _Machine:
         if name.lower() not in self.variables:
             raise StoppedError(f"cannot find a variable with the name {name}")
         return self.variables[name.lower()]
+
+    def _do_set_variable(self, option: str, name: str, more: str, value: Any) -> None:
+        if (option, more) != ("-Name", "-Value") or not re.fullmatch(r"\w+", name):
+            raise OutsideError("another Set-Variable")
+        self.variables[name.lower()] = value
 
     def _do_test_path(self, option: str, path: str, kind: str, wanted: str) -> bool:
         if (option, kind) != ("-LiteralPath", "-PathType") or wanted not in ("Container", "Leaf"):

@@ -10,7 +10,7 @@
 # You may change the values of the knobs below: publishing again keeps them. Any other edit makes publishing
 # leave this file as it is and write the new text beside it as cache_example.sh.new.
 #
-# wangen-digest: 78101b4816738917ea368fb468ab1155
+# wangen-digest: 2d71b38b9cc024b8c34984d27278913f
 # Typographic quotes in a path or prompt are no typing errors.
 # shellcheck disable=SC1112
 # An editor for Windows may have put a carriage return behind every line: behind the first of these two, and hidden
@@ -19,6 +19,9 @@ wg_end=''
 [ -z "$wg_end" ] || { printf '%s\n' "wangen: $0 has the line ends of Windows: publish again, or remove them (sed -i 's/\r//')" >&2; exit 2; } #
 [ -n "${BASH_VERSION:-}" ] || exec bash "$0" "$@"
 set -euo pipefail
+
+# Nothing comes from the environment.
+unset RESOLUTION VAE_DTYPE T5_DTYPE NUM_WORKERS
 
 # >>> knobs: letters, digits and . _ , + - only
 # check, cache_latents, cache_text, check_cache: which resolutions of the TOML to use: all, or for example 256,832x480 (published: 832x480)
@@ -88,7 +91,7 @@ wg_failed() {
 }
 
 for wg_knob in RESOLUTION VAE_DTYPE T5_DTYPE NUM_WORKERS; do
-  case ${!wg_knob} in
+  case ${!wg_knob-} in
     '' | *[!A-Za-z0-9._,+-]*) wg_stop 2 "wangen: the knob $wg_knob may hold letters, digits and . _ , + - only" ;;
   esac
 done

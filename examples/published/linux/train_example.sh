@@ -11,7 +11,7 @@
 # You may change the values of the knobs below: publishing again keeps them. Any other edit makes publishing
 # leave this file as it is and write the new text beside it as train_example.sh.new.
 #
-# wangen-digest: 1a7cdb297fdf7317e7a9fa636edddbd9
+# wangen-digest: 53da28d38a7f9e174adc1b7d3e4562d4
 # Typographic quotes in a path or prompt are no typing errors.
 # shellcheck disable=SC1112
 # An editor for Windows may have put a carriage return behind every line: behind the first of these two, and hidden
@@ -20,6 +20,9 @@ wg_end=''
 [ -z "$wg_end" ] || { printf '%s\n' "wangen: $0 has the line ends of Windows: publish again, or remove them (sed -i 's/\r//')" >&2; exit 2; } #
 [ -n "${BASH_VERSION:-}" ] || exec bash "$0" "$@"
 set -euo pipefail
+
+# Nothing comes from the environment.
+unset RESOLUTION NETWORK_DIM NETWORK_ALPHA LEARNING_RATE LR_SCHEDULER OPTIMIZER_TYPE MAX_TRAIN_EPOCHS GRADIENT_ACCUMULATION_STEPS MIXED_PRECISION TIMESTEP_SAMPLING DISCRETE_FLOW_SHIFT SEED BLOCKS_TO_SWAP ATTENTION MAX_DATA_LOADER_N_WORKERS VAE_DTYPE T5_DTYPE VALIDATION_ITEMS NUM_WORKERS
 
 # >>> knobs: letters, digits and . _ , + - only
 # check, cache_latents, cache_text, check_cache, train: which resolutions of the TOML to use: all, or for example 256,832x480 (published: 832x480)
@@ -119,7 +122,7 @@ wg_failed() {
 }
 
 for wg_knob in RESOLUTION NETWORK_DIM NETWORK_ALPHA LEARNING_RATE LR_SCHEDULER OPTIMIZER_TYPE MAX_TRAIN_EPOCHS GRADIENT_ACCUMULATION_STEPS MIXED_PRECISION TIMESTEP_SAMPLING DISCRETE_FLOW_SHIFT SEED BLOCKS_TO_SWAP ATTENTION MAX_DATA_LOADER_N_WORKERS VAE_DTYPE T5_DTYPE VALIDATION_ITEMS NUM_WORKERS; do
-  case ${!wg_knob} in
+  case ${!wg_knob-} in
     '' | *[!A-Za-z0-9._,+-]*) wg_stop 2 "wangen: the knob $wg_knob may hold letters, digits and . _ , + - only" ;;
   esac
 done

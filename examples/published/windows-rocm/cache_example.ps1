@@ -11,7 +11,7 @@
 # You may change the values of the knobs below: publishing again keeps them. Any other edit makes publishing
 # leave this file as it is and write the new text beside it as cache_example.ps1.new.
 #
-# wangen-digest: adfb446ebc5fd2eec396be91b7c2c92e
+# wangen-digest: 45d2a84a24ac996b2d6cc1de4ed67c15
 Set-StrictMode -Version 2.0
 $ErrorActionPreference = 'Stop'
 $PSNativeCommandUseErrorActionPreference = $false
@@ -27,6 +27,10 @@ if (([System.Environment]::CommandLine -match '-Command.+Set-ExecutionPolicy -Sc
   exit $WgCode
 }
 
+# Nothing comes from the window that this script runs in.
+$WgKnobs = @('RESOLUTION', 'VAE_DTYPE', 'T5_DTYPE', 'NUM_WORKERS')
+foreach ($WgKnob in $WgKnobs) { Set-Variable -Name $WgKnob -Value '' }
+
 # >>> knobs: letters, digits and . _ , + - only
 # check, cache_latents, cache_text, check_cache: which resolutions of the TOML to use: all, or for example 256,832x480 (published: 832x480)
 $RESOLUTION = '832x480'
@@ -38,7 +42,7 @@ $T5_DTYPE = 'bfloat16'
 $NUM_WORKERS = '1'
 # <<< knobs
 
-foreach ($WgKnob in @('RESOLUTION', 'VAE_DTYPE', 'T5_DTYPE', 'NUM_WORKERS')) {
+foreach ($WgKnob in $WgKnobs) {
   if ([string](Get-Variable -Name $WgKnob -ValueOnly) -notmatch '\A[A-Za-z0-9._,+-]+\z') {
     Write-Host "wangen: the knob $WgKnob may hold letters, digits and . _ , + - only"
     exit 2

@@ -12,7 +12,7 @@
 # You may change the values of the knobs below: publishing again keeps them. Any other edit makes publishing
 # leave this file as it is and write the new text beside it as train_example.ps1.new.
 #
-# wangen-digest: aad144557ad2fc334e6c6ee0a131fcad
+# wangen-digest: 3d303c4dd216512fe900e5131988efd1
 Set-StrictMode -Version 2.0
 $ErrorActionPreference = 'Stop'
 $PSNativeCommandUseErrorActionPreference = $false
@@ -27,6 +27,10 @@ if (([System.Environment]::CommandLine -match '-Command.+Set-ExecutionPolicy -Sc
   if ($WgCode -ne 0) { Read-Host 'Press Enter to close this window' | Out-Null }
   exit $WgCode
 }
+
+# Nothing comes from the window that this script runs in.
+$WgKnobs = @('RESOLUTION', 'NETWORK_DIM', 'NETWORK_ALPHA', 'LEARNING_RATE', 'LR_SCHEDULER', 'OPTIMIZER_TYPE', 'MAX_TRAIN_EPOCHS', 'GRADIENT_ACCUMULATION_STEPS', 'MIXED_PRECISION', 'TIMESTEP_SAMPLING', 'DISCRETE_FLOW_SHIFT', 'SEED', 'BLOCKS_TO_SWAP', 'ATTENTION', 'MAX_DATA_LOADER_N_WORKERS', 'VAE_DTYPE', 'T5_DTYPE', 'VALIDATION_ITEMS', 'NUM_WORKERS')
+foreach ($WgKnob in $WgKnobs) { Set-Variable -Name $WgKnob -Value '' }
 
 # >>> knobs: letters, digits and . _ , + - only
 # check, cache_latents, cache_text, check_cache, train: which resolutions of the TOML to use: all, or for example 256,832x480 (published: 832x480)
@@ -69,7 +73,7 @@ $VALIDATION_ITEMS = '0'
 $NUM_WORKERS = '4'
 # <<< knobs
 
-foreach ($WgKnob in @('RESOLUTION', 'NETWORK_DIM', 'NETWORK_ALPHA', 'LEARNING_RATE', 'LR_SCHEDULER', 'OPTIMIZER_TYPE', 'MAX_TRAIN_EPOCHS', 'GRADIENT_ACCUMULATION_STEPS', 'MIXED_PRECISION', 'TIMESTEP_SAMPLING', 'DISCRETE_FLOW_SHIFT', 'SEED', 'BLOCKS_TO_SWAP', 'ATTENTION', 'MAX_DATA_LOADER_N_WORKERS', 'VAE_DTYPE', 'T5_DTYPE', 'VALIDATION_ITEMS', 'NUM_WORKERS')) {
+foreach ($WgKnob in $WgKnobs) {
   if ([string](Get-Variable -Name $WgKnob -ValueOnly) -notmatch '\A[A-Za-z0-9._,+-]+\z') {
     Write-Host "wangen: the knob $WgKnob may hold letters, digits and . _ , + - only"
     exit 2
