@@ -111,7 +111,11 @@ def test_where_python_is_looked_for(tmp_path):
     assert site.run(VIRTUAL_ENV=str(active.parent.parent)).returncode == 0
     own = site.python("own/py thon")
     assert site.run(WANGEN_PYTHON=str(own)).returncode == 0
-    assert site.run(WANGEN_PYTHON=str(tmp_path)).returncode == 1
+    bad = site.run(WANGEN_PYTHON=str(tmp_path))
+    assert (bad.returncode, bad.stderr) == (
+        1,
+        f"wangen: WANGEN_PYTHON names no program: {tmp_path}\n  do:    unset it, or give the full path of a python\n",
+    )
     site.python(".venv/bin/python")
     assert site.run().returncode == 0
 

@@ -237,7 +237,13 @@ def test_where_python_is_looked_for(tmp_path):
     assert site.run(WANGEN_PYTHON=windows(own)).calls[-1].program == windows(own)
     assert site.run(WANGEN_PYTHON=f'"{windows(own)}"').calls[-1].program == windows(own)
     bad = site.run(WANGEN_PYTHON=windows(tmp_path))
-    assert (bad.code, bad.lines) == (1, [f"wangen: WANGEN_PYTHON names no program: {windows(tmp_path)}"])
+    assert (bad.code, bad.lines) == (
+        1,
+        [
+            f"wangen: WANGEN_PYTHON names no program: {windows(tmp_path)}",
+            "  do:    unset it, or give the full path of a python.exe",
+        ],
+    )
     dotted = site.python(".venv")
     assert site.run(VIRTUAL_ENV=windows(active.parents[1])).calls[-1].program == windows(dotted)
 

@@ -188,6 +188,7 @@ def test_where_python_is_looked_for(tmp_path):
     for wrong in ("C:\\no & where.exe", environment, '""'):
         done = site.run(WANGEN_PYTHON=wrong)
         assert (done.returncode, "WANGEN_PYTHON names no program" in done.stdout) == (1, True)
+        assert done.stdout.endswith("\n  do:    unset it, or give the full path of a python.exe\n")
 
 
 def test_a_configured_root(tmp_path):

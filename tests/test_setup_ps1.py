@@ -108,7 +108,13 @@ def test_ps1_searches_a_python(ps1):
     named = ps1.program(ps1.folder / "other.exe")
     assert ps1.run(WANGEN_PYTHON=named).calls[-1].program == named
     done = ps1.run(WANGEN_PYTHON="Z:\\no.exe")
-    assert (done.code, done.lines) == (1, ["wangen: WANGEN_PYTHON names no Python from 3.11 on: Z:\\no.exe"])
+    assert (done.code, done.lines) == (
+        1,
+        [
+            "wangen: WANGEN_PYTHON names no Python from 3.11 on: Z:\\no.exe",
+            "  do:    unset it, or give the full path of a python.exe",
+        ],
+    )
 
 
 def test_ps1_without_its_root_or_wheel(tmp_path, monkeypatch):

@@ -111,6 +111,7 @@ def test_bat_searches_a_python(wine):
     assert (done.returncode, "no Python from 3.11 on was found" in done.stdout) == (1, True), said
     done = wine.run("--dry_run", python="C:\\no & where.exe")
     assert (done.returncode, "WANGEN_PYTHON names no Python from 3.11 on" in done.stdout) == (1, True)
+    assert "\n  do:    unset it, or give the full path of a python.exe\n" in done.stdout
     done = wine.run("--dry_run", python="", WINEPATH=windows(HOME / "python"))
     assert done.returncode == 0, done.stdout + done.stderr
     assert "wangen: Python 3.11.9" in done.stdout

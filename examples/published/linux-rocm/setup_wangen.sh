@@ -10,7 +10,7 @@
 # WANGEN_TORCH_INDEX names another wheel index for PyTorch, or a folder of wheels.
 # If you edit this file, publishing again leaves it as it is and writes the new text beside it as setup_wangen.sh.new.
 #
-# wangen-digest: ca428c1845684855b7d5a2dd58e9436a
+# wangen-digest: 101bfec3485e80a51880affe9f15a787
 # Typographic quotes in a path are no typing errors.
 # shellcheck disable=SC1112
 # An editor for Windows may have put a carriage return behind every line: behind the first of these two, and hidden
@@ -43,7 +43,8 @@ wg_fits() {
 
 WG_PY=''
 if [ -n "${WANGEN_PYTHON:-}" ]; then
-  wg_fits "$WANGEN_PYTHON" || wg_stop "wangen: WANGEN_PYTHON names no Python from 3.11 on: $WANGEN_PYTHON"
+  wg_fits "$WANGEN_PYTHON" || wg_stop "wangen: WANGEN_PYTHON names no Python from 3.11 on: $WANGEN_PYTHON" \
+    '  do:    unset it, or give the full path of a python'
   WG_PY=$WANGEN_PYTHON
 else
   # The newest ones come last: PyTorch is published for a new Python some months after it.

@@ -10,7 +10,7 @@
 # You may change the values of the knobs below: publishing again keeps them. Any other edit makes publishing
 # leave this file as it is and write the new text beside it as cache_example.sh.new.
 #
-# wangen-digest: 2d71b38b9cc024b8c34984d27278913f
+# wangen-digest: 4553fc146fd64df1ba175b404b108960
 # Typographic quotes in a path or prompt are no typing errors.
 # shellcheck disable=SC1112
 # An editor for Windows may have put a carriage return behind every line: behind the first of these two, and hidden
@@ -115,7 +115,8 @@ cd -- "$WG_ROOT"
 # A Windows environment (Scripts, no bin) cannot run here and is never taken.
 WG_PY=${WANGEN_PYTHON:-}
 if [ -n "$WG_PY" ]; then
-  { [ -f "$WG_PY" ] && [ -x "$WG_PY" ]; } || wg_stop 1 "wangen: WANGEN_PYTHON names no program: $WG_PY"
+  { [ -f "$WG_PY" ] && [ -x "$WG_PY" ]; } || wg_stop 1 "wangen: WANGEN_PYTHON names no program: $WG_PY" \
+    '  do:    unset it, or give the full path of a python'
 else
   for wg_venv in "$WG_ROOT"/venv "$WG_ROOT"/'.venv' "${VIRTUAL_ENV:-}"; do
     if [ -n "$wg_venv" ] && [ -x "$wg_venv/bin/python" ]; then

@@ -11,7 +11,7 @@
 # You may change the values of the knobs below: publishing again keeps them. Any other edit makes publishing
 # leave this file as it is and write the new text beside it as train_example.sh.new.
 #
-# wangen-digest: 53da28d38a7f9e174adc1b7d3e4562d4
+# wangen-digest: 6dbe0da29a62a58e087c4a762640cfa0
 # Typographic quotes in a path or prompt are no typing errors.
 # shellcheck disable=SC1112
 # An editor for Windows may have put a carriage return behind every line: behind the first of these two, and hidden
@@ -148,7 +148,8 @@ cd -- "$WG_ROOT"
 # A Windows environment (Scripts, no bin) cannot run here and is never taken.
 WG_PY=${WANGEN_PYTHON:-}
 if [ -n "$WG_PY" ]; then
-  { [ -f "$WG_PY" ] && [ -x "$WG_PY" ]; } || wg_stop 1 "wangen: WANGEN_PYTHON names no program: $WG_PY"
+  { [ -f "$WG_PY" ] && [ -x "$WG_PY" ]; } || wg_stop 1 "wangen: WANGEN_PYTHON names no program: $WG_PY" \
+    '  do:    unset it, or give the full path of a python'
 else
   for wg_venv in "$WG_ROOT"/venv "$WG_ROOT"/'.venv' "${VIRTUAL_ENV:-}"; do
     if [ -n "$wg_venv" ] && [ -x "$wg_venv/bin/python" ]; then

@@ -14,7 +14,7 @@ rem Python is taken from WANGEN_PYTHON (full path of python.exe), the virtual en
 rem You may change the values of the knobs below: publishing again keeps them. Any other edit makes publishing
 rem leave this file as it is and write the new text beside it as cache_example.bat.new.
 rem
-rem wangen-digest: 92ade2f9d3ca4ddc741b0f0a4dbf329b
+rem wangen-digest: e6620ad9aab3b9aa5e18f521dee1fcbd
 chcp 65001 >nul 2>&1
 
 rem Nothing comes from the environment.
@@ -70,6 +70,7 @@ if not defined WANGEN_PYTHON goto wg_search
 set "WG_PY=%WANGEN_PYTHON:"=%"
 if exist "%WG_PY%" if not exist "%WG_PY%\*" goto wg_found
 echo wangen: WANGEN_PYTHON names no program: "%WG_PY%"
+echo   do:    unset it, or give the full path of a python.exe
 set "WG_RC=1"
 goto wg_end
 :wg_search

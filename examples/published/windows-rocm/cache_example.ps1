@@ -11,7 +11,7 @@
 # You may change the values of the knobs below: publishing again keeps them. Any other edit makes publishing
 # leave this file as it is and write the new text beside it as cache_example.ps1.new.
 #
-# wangen-digest: 45d2a84a24ac996b2d6cc1de4ed67c15
+# wangen-digest: e4eb82ce78272de1397fb622e91216c5
 Set-StrictMode -Version 2.0
 $ErrorActionPreference = 'Stop'
 $PSNativeCommandUseErrorActionPreference = $false
@@ -80,6 +80,7 @@ try {
     $WgPython = $env:WANGEN_PYTHON -replace '"', ''
     if (-not (Test-Path -LiteralPath $WgPython -PathType Leaf)) {
       Write-Host "wangen: WANGEN_PYTHON names no program: $WgPython"
+      Write-Host '  do:    unset it, or give the full path of a python.exe'
       exit 1
     }
   } else {

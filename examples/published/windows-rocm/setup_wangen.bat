@@ -12,7 +12,7 @@ rem WANGEN_PYTHON names the python.exe (3.11 or newer) that the environment is m
 rem WANGEN_TORCH_INDEX names another wheel index for PyTorch, or a folder of wheels.
 rem If you edit this file, publishing again leaves it as it is and writes the new text beside it as setup_wangen.bat.new.
 rem
-rem wangen-digest: aabfb4b8dab2eb0e5c5e6ce20d400b79
+rem wangen-digest: 595e78ea1756fb9ae2ef80c11466687f
 chcp 65001 >nul 2>&1
 
 rem A variable of this name, which some set by mistake, would hide every exit code.
@@ -45,6 +45,7 @@ set "WG_PY=%WANGEN_PYTHON:"=%"
 "%WG_PY%" -c "%WG_FITS%" >nul 2>&1
 if "%ERRORLEVEL%"=="0" goto wg_found
 echo wangen: WANGEN_PYTHON names no Python from 3.11 on: "%WG_PY%"
+echo   do:    unset it, or give the full path of a python.exe
 set "WG_RC=1"
 goto wg_end
 

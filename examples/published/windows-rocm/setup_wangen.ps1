@@ -11,7 +11,7 @@
 # $env:WANGEN_TORCH_INDEX names another wheel index for PyTorch, or a folder of wheels.
 # If you edit this file, publishing again leaves it as it is and writes the new text beside it as setup_wangen.ps1.new.
 #
-# wangen-digest: f47e779b07adabafcfa6208444341d05
+# wangen-digest: 41bf526739670a7304afb7852a360cdd
 Set-StrictMode -Version 2.0
 $ErrorActionPreference = 'Stop'
 $PSNativeCommandUseErrorActionPreference = $false
@@ -67,6 +67,7 @@ try {
     }
     if (-not $WgFound) {
       Write-Host "wangen: WANGEN_PYTHON names no Python from 3.11 on: $WgPython"
+      Write-Host '  do:    unset it, or give the full path of a python.exe'
       exit 1
     }
   }

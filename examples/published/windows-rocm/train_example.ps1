@@ -12,7 +12,7 @@
 # You may change the values of the knobs below: publishing again keeps them. Any other edit makes publishing
 # leave this file as it is and write the new text beside it as train_example.ps1.new.
 #
-# wangen-digest: 259ef8d2a585b2d99846631ab7566d88
+# wangen-digest: 57fcd195e558a87335630f4836c7f20c
 Set-StrictMode -Version 2.0
 $ErrorActionPreference = 'Stop'
 $PSNativeCommandUseErrorActionPreference = $false
@@ -116,6 +116,7 @@ try {
     $WgPython = $env:WANGEN_PYTHON -replace '"', ''
     if (-not (Test-Path -LiteralPath $WgPython -PathType Leaf)) {
       Write-Host "wangen: WANGEN_PYTHON names no program: $WgPython"
+      Write-Host '  do:    unset it, or give the full path of a python.exe'
       exit 1
     }
   } else {

@@ -11,7 +11,7 @@
 # $env:WANGEN_TORCH_INDEX names another wheel index for PyTorch, or a folder of wheels.
 # If you edit this file, publishing again leaves it as it is and writes the new text beside it as setup_wangen.ps1.new.
 #
-# wangen-digest: 9cdc05d72dea736bda6892c144cfbde2
+# wangen-digest: 407e37142ace1c9956a4b4862404e84a
 Set-StrictMode -Version 2.0
 $ErrorActionPreference = 'Stop'
 $PSNativeCommandUseErrorActionPreference = $false
@@ -67,6 +67,7 @@ try {
     }
     if (-not $WgFound) {
       Write-Host "wangen: WANGEN_PYTHON names no Python from 3.11 on: $WgPython"
+      Write-Host '  do:    unset it, or give the full path of a python.exe'
       exit 1
     }
   }

@@ -15,7 +15,7 @@ rem Python is taken from WANGEN_PYTHON (full path of python.exe), the virtual en
 rem You may change the values of the knobs below: publishing again keeps them. Any other edit makes publishing
 rem leave this file as it is and write the new text beside it as train_example.bat.new.
 rem
-rem wangen-digest: 61ba14eae7e0810fec1d6a1fe209dec0
+rem wangen-digest: d1032afb28431265e6444b524b28d94d
 chcp 65001 >nul 2>&1
 
 rem Nothing comes from the environment.
@@ -109,6 +109,7 @@ if not defined WANGEN_PYTHON goto wg_search
 set "WG_PY=%WANGEN_PYTHON:"=%"
 if exist "%WG_PY%" if not exist "%WG_PY%\*" goto wg_found
 echo wangen: WANGEN_PYTHON names no program: "%WG_PY%"
+echo   do:    unset it, or give the full path of a python.exe
 set "WG_RC=1"
 goto wg_end
 :wg_search

@@ -12,7 +12,7 @@
 # You may change the values of the knobs below: publishing again keeps them. Any other edit makes publishing
 # leave this file as it is and write the new text beside it as train_example.ps1.new.
 #
-# wangen-digest: 3d303c4dd216512fe900e5131988efd1
+# wangen-digest: 70e72a20414a6880cb4944b7ee435090
 Set-StrictMode -Version 2.0
 $ErrorActionPreference = 'Stop'
 $PSNativeCommandUseErrorActionPreference = $false
@@ -116,6 +116,7 @@ try {
     $WgPython = $env:WANGEN_PYTHON -replace '"', ''
     if (-not (Test-Path -LiteralPath $WgPython -PathType Leaf)) {
       Write-Host "wangen: WANGEN_PYTHON names no program: $WgPython"
+      Write-Host '  do:    unset it, or give the full path of a python.exe'
       exit 1
     }
   } else {
