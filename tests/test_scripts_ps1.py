@@ -35,14 +35,14 @@ class Site:
         program.touch()
         return program
 
-    def run(self, *words, line="powershell -File x.ps1", variables=None, **env):
+    def run(self, *words, line="powershell -File x.ps1", variables=None, version="5.1", **env):
         def start(call):
             code = self.codes.get("import" if call.words == IMPORT else call.words[2], 0)
             if code is None:
                 raise OSError("the file name or extension is too long")
             return code
 
-        return execute(self.script, words, start=start, env=env, line=line, variables=variables)
+        return execute(self.script, words, start=start, env=env, line=line, variables=variables, version=version)
 
     def change(self, old, new):
         text = self.script.read_text(encoding="utf-8-sig")
@@ -168,6 +168,41 @@ def test_further_words_are_handed_to_that_step(site, words):
     assert started(run) == [[*steps()[-1].argv(), *words]]
     # A word that PowerShell still takes for a parameter would lose its quotes in 5.1 and 7.2.
     assert not [word for word in run.calls[-1].words if isinstance(word, Dashed)]
+
+
+@pytest.mark.parametrize("version", ["5.1", "7.2"])
+@pytest.mark.parametrize(
+    ("word", "cure"),
+    [
+        ('the "red" house', "leave the double quote out, or use a single quote"),
+        ('--training_comment="', "leave the double quote out, or use a single quote"),
+        ("", "leave the option out"),
+        ("--%", "leave the option out"),
+        ("D:\\my loras\\", "leave the last backslash out"),
+    ],
+)
+def test_a_word_that_this_powershell_would_change_is_refused(site, version, word, cure):
+    run = site.run("train", "--training_comment", word, "--seed", "5", version=version)
+    assert (run.code, run.calls) == (2, [])
+    assert run.lines == [
+        f"wangen: this version of PowerShell would change the word '{word}'",
+        f"  do:    {cure}; or use PowerShell 7.3 or newer (pwsh)",
+    ]
+    words = ["--training_comment", word, "--seed", "5"]
+    for newer in ("7.3", "7.6", "8.0"):
+        assert started(site.run("train", *words, version=newer)) == [[*steps()[-1].argv(), *words]]
+
+
+@pytest.mark.parametrize("version", ["5.1", "7.6"])
+def test_a_path_behind_an_equals_sign_that_powershell_took_apart(site, version):
+    run = site.run("train", "--seed", "1", "--output_dir=D:\\a b", version=version)
+    assert (run.code, run.calls) == (2, [])
+    assert run.lines == [
+        "wangen: PowerShell took this word apart at its colon: --output_dir=D:\\a b",
+        "  do:    write a blank in place of the =: --output_dir D:\\a b",
+    ]
+    words = ["--output_dir", "D:\\a b", "--output_name=x", "--seed", "5"]
+    assert started(site.run("train", *words, version=version)) == [[*steps()[-1].argv(), *words]]
 
 
 def test_a_word_with_a_dash_keeps_its_blanks(site):

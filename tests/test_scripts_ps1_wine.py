@@ -63,6 +63,25 @@ def test_the_old_rules_really_lose_words(tmp_path):
     assert new == [words[2:], words[2:]]
 
 
+@pytest.mark.parametrize("word", ["", 'a "b" c', "a b\\", "--%", "C:\\x\\", "a b", "--a=b c", "a\u3000\\"])
+def test_a_word_is_refused_or_reaches_python_exactly(tmp_path, word):
+    script = tmp_path / "train_red_house.ps1"
+    (tmp_path / "venv").mkdir()
+    (tmp_path / "venv" / "Scripts").symlink_to(HOME / "python", target_is_directory=True)
+    put(script, render(bundle("ps1", steps()[-1:]), "ps1", "train"))
+    library = Library(tmp_path)
+    words = ["--training_comment", word, "--seed", "5"]
+    runs = {version: execute(script, ("train", *words), start=lambda call: 0, version=version) for version in VERSIONS}
+    carrying = [version for version in VERSIONS if runs[version].code == 0]
+    lines = [
+        command_line(version, runs[version].calls[-1].program, runs[version].calls[-1].words) for version in carrying
+    ]
+    library.start(lines)
+    assert [call["argv"] for call in library.calls] == [[*steps()[-1].argv(), *words]] * len(carrying)
+    assert {runs[version].code for version in VERSIONS} <= {0, 2}
+    assert carrying[-2:] == ["7.3", "7.6"]
+
+
 @executed
 @given(texts=carried("ps1", 30), values=VALUES)
 def test_drawn_words_reach_python_exactly(tmp_path_factory, texts, values):

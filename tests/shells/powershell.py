@@ -8,13 +8,12 @@ outgrow the model unseen. The modelled part is the same in Windows PowerShell 5.
 
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import tree_sitter
 import tree_sitter_pwsh
-from shells.powershell_values import COMPARE, Dashed, OutsideError, text, truth
+from shells.powershell_values import COMPARE, Call, OutsideError, Run, bound, text, truth
 from shells.wine import linux, windows
 from tree_sitter import Node
 
@@ -31,27 +30,6 @@ class _ExitError(Exception):
     def __init__(self, code: int):
         super().__init__(code)
         self.code = code
-
-
-@dataclass(frozen=True)
-class Call:
-    """A program that the script starts: `words` are its arguments, `env` the environment at that moment."""
-
-    program: str
-    words: tuple[str, ...]
-    folder: str
-    env: Mapping[str, str]
-
-
-@dataclass
-class Run:
-    """What a script did: its exit code, the lines it showed, the programs it started, the environment it left."""
-
-    code: int = 0
-    lines: list[str] = field(default_factory=list)
-    calls: list[Call] = field(default_factory=list)
-    env: dict[str, str] = field(default_factory=dict)
-    error: str = ""
 
 
 def tree(data: bytes) -> Node:
@@ -73,11 +51,12 @@ def execute(
     env: Mapping[str, str] | None = None,
     line: str = "powershell -File x.ps1",
     variables: Mapping[str, Any] | None = None,
+    version: str = "5.1",
 ) -> Run:
     """Run a script as `powershell -File SCRIPT WORDS` does; `start` stands for the programs and gives their codes.
 
     It raises an OSError where Windows cannot start a program. `line` is the command line of this PowerShell,
-    `variables` are those of the window that the script runs in.
+    `variables` are those of the window that the script runs in, `version` is PowerShell's.
 
     Raises:
         OutsideError: the script uses something that the model does not know, or the grammar does not accept it.
@@ -86,7 +65,8 @@ def execute(
     if bad := faults(root):
         raise OutsideError(f"the grammar does not accept line {bad[0].start_point[0] + 1}")
     machine = _Machine(script, words, start, dict(env or {}), line)
-    machine.variables |= variables or {}
+    major, minor = map(int, version.split("."))
+    machine.variables |= {**(variables or {}), "psversiontable": {"PSVersion": {"Major": major, "Minor": minor}}}
     try:
         machine.block(root)
     except _ExitError as end:
@@ -113,7 +93,7 @@ class _Machine:
         self.folder = "C:\\"
         self.folders: list[str] = []
         self.variables: dict[str, Any] = {
-            "args": [Dashed(word) if word.startswith("-") else word for word in words],
+            "args": [part for word in words for part in bound(word)],
             "psscriptroot": windows(script.parent),
             "pscommandpath": windows(script),
             "pid": 1,
@@ -268,6 +248,8 @@ class _Machine:
             return self.line
         items = self.value(node.named_children[0])
         name = _bytes(node.named_children[1])
+        if isinstance(items, dict):
+            return items[name]
         if name == "Count" and isinstance(items, list):
             return len(items)
         if name == "Path" and items == SHELL:

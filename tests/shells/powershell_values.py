@@ -1,8 +1,9 @@
-"""PowerShell's truth, text and comparisons, as far as the .ps1 scripts use them."""
+"""PowerShell's words, truth, text and comparisons, as far as the .ps1 scripts use them, and what a run of one did."""
 
 import operator
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 
@@ -12,6 +13,38 @@ class OutsideError(Exception):
 
 class Dashed(str):
     """A word of the script's command line that begins with a dash: PowerShell remembers that it was a parameter."""
+
+
+@dataclass(frozen=True)
+class Call:
+    """A program that the script starts: `words` are its arguments, `env` the environment at that moment."""
+
+    program: str
+    words: tuple[str, ...]
+    folder: str
+    env: Mapping[str, str]
+
+
+@dataclass
+class Run:
+    """What a script did: its exit code, the lines it showed, the programs it started, the environment it left."""
+
+    code: int = 0
+    lines: list[str] = field(default_factory=list)
+    calls: list[Call] = field(default_factory=list)
+    env: dict[str, str] = field(default_factory=dict)
+    error: str = ""
+
+
+def bound(word: str) -> Iterator[str]:
+    r"""What `-File` makes of a word: one with a dash is a parameter, and what stands behind its colon is its value."""
+    if not word.startswith("-"):
+        yield word
+        return
+    name, _, value = word.partition(":")
+    yield Dashed(name)
+    if value:
+        yield value
 
 
 def truth(value: Any) -> bool:
@@ -51,6 +84,7 @@ COMPARE: Mapping[str, Callable[[Any, Any], Any]] = {
     "-ne": _scalars(lambda left, right: not _no_case(left, right)),
     "-ceq": _scalars(operator.eq),
     "-gt": _scalars(operator.gt),
+    "-lt": _scalars(operator.lt),
     "-match": _match,
     "-notmatch": lambda left, pattern: not _match(left, pattern),
     # As far as the pattern means itself.

@@ -6,13 +6,15 @@
 #   powershell -NoProfile -ExecutionPolicy Bypass -File train_example.ps1 STEP WORDS   one step, the words added to its
 #                                                command line (a flag given again wins, a list grows)
 #
+# PowerShell takes a word FLAG=D:\x apart at its colon: write FLAG D:\x, with a blank in place of the =.
+#
 # A step that failed stops the script with its exit code, and a window that Explorer's "Run with PowerShell" opened
 # stays open. Run it again to go on: what is done is kept.
 # Python is taken from $env:WANGEN_PYTHON (full path of python.exe), the virtual environment, or $env:VIRTUAL_ENV.
 # You may change the values of the knobs below: publishing again keeps them. Any other edit makes publishing
 # leave this file as it is and write the new text beside it as train_example.ps1.new.
 #
-# wangen-digest: 70e72a20414a6880cb4944b7ee435090
+# wangen-digest: 19df113941bf392f5cad0389f4c59e4c
 Set-StrictMode -Version 2.0
 $ErrorActionPreference = 'Stop'
 $PSNativeCommandUseErrorActionPreference = $false
@@ -96,6 +98,27 @@ $WgMore = @()
 if ($args.Count -gt 1) {
   # A cast, because PowerShell remembers of a word with a dash that it was a parameter and would not quote it.
   foreach ($WgWord in $args[1..($args.Count - 1)]) { $WgMore = $WgMore + @([string]$WgWord) }
+}
+# Before 7.3 PowerShell hands some words on as others, and says nothing.
+$WgMajor = $PSVersionTable.PSVersion.Major
+$WgOld = ($WgMajor -lt 7) -or (($WgMajor -eq 7) -and ($PSVersionTable.PSVersion.Minor -lt 3))
+$WgBefore = ''
+foreach ($WgWord in $WgMore) {
+  $WgCure = ''
+  if ($WgWord -match '"') { $WgCure = 'leave the double quote out, or use a single quote' }
+  if (($WgWord -eq '') -or ($WgWord -eq '--%')) { $WgCure = 'leave the option out' }
+  if (($WgWord -match '\s') -and ($WgWord -match '\\\z')) { $WgCure = 'leave the last backslash out' }
+  if ($WgOld -and ($WgCure -ne '')) {
+    Write-Host "wangen: this version of PowerShell would change the word '$WgWord'"
+    Write-Host "  do:    $WgCure; or use PowerShell 7.3 or newer (pwsh)"
+    exit 2
+  }
+  if (($WgBefore -match '\A--[a-z0-9_]+=[a-z]\z') -and ($WgWord -match '\A[\\/]')) {
+    Write-Host ('wangen: PowerShell took this word apart at its colon: ' + $WgBefore + ':' + $WgWord)
+    Write-Host ('  do:    write a blank in place of the =: ' + ($WgBefore -replace '=', ' ') + ':' + $WgWord)
+    exit 2
+  }
+  $WgBefore = $WgWord
 }
 
 # The bundle may be moved: its root is the folder that holds this script.
