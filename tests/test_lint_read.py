@@ -34,6 +34,13 @@ def argvs(shell, data):
     return [[call.name, *(word.text for word in call.args)] for call in parsed(shell, data).calls]
 
 
+def test_a_list_that_a_loop_goes_through_keeps_its_words():
+    text = b"$more = @('--seed', '1')\nforeach ($word in $more) { Write-Host $word }\n"
+    text += b"python -m wangen.runtime train @more $word\n"
+    ((name, *words),) = argvs("ps1", text)
+    assert (name, words[:2], words[2] == UNKNOWN) == ("train", ["--seed", "1"], True)
+
+
 @pytest.mark.parametrize("shell", SHELLS)
 def test_hostile_words_of_our_scripts_come_back(shell):
     texts = [text for text in bundles.HOSTILE + bundles.POSIX_ONLY if not refuses(shell, text)]

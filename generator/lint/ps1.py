@@ -77,7 +77,8 @@ class _Reader(Reader):
             end = _closing(self.text, self.position)
             inside = self.text[self.position : end]
             if word in ("param", "foreach"):
-                for name in re.findall(r"\$(\w+)", inside):
+                names = re.findall(r"\$(\w+)", inside)
+                for name in names if word == "param" else names[:1]:
                     self.scope.set(name, UNKNOWN)
             self.position = end
         if word in ("if", "elseif", "while", "switch"):
