@@ -49,6 +49,7 @@ class MediaFacts:
         num_frames: 1 for an image.
         duration_s: 0 for an image; else last frame's end minus first frame's start, in seconds.
         transparent: an image that may be transparent somewhere.
+        rate: average frames per second of a video, as the file says it; 0 where it says nothing.
     """
 
     width: int
@@ -56,6 +57,7 @@ class MediaFacts:
     num_frames: int
     duration_s: float
     transparent: bool = False
+    rate: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,7 +187,7 @@ def read_facts(path: Path) -> MediaFacts:
     """
     if is_npz(path):
         clip = read_npz_facts(path)
-        return MediaFacts(clip.width, clip.height, clip.num_frames, clip.num_frames / clip.fps)
+        return MediaFacts(clip.width, clip.height, clip.num_frames, clip.num_frames / clip.fps, rate=clip.fps)
     return _image_facts(path) if media_of(path) == "image" else _video_facts(path)
 
 
@@ -386,9 +388,10 @@ def _video_facts(path: Path) -> MediaFacts:
     frame_s = 1 / rate if rate else 0.0
     known = [time for time in times if time[0] is not None]
     if not known:
-        return MediaFacts(width, height, len(times), len(times) * frame_s)
+        return MediaFacts(width, height, len(times), len(times) * frame_s, rate=rate)
     first, (last, last_duration) = min(known)[0], max(known)
-    return MediaFacts(width, height, len(times), (last - first) * time_base + (last_duration * time_base or frame_s))
+    duration_s = (last - first) * time_base + (last_duration * time_base or frame_s)
+    return MediaFacts(width, height, len(times), duration_s, rate=rate)
 
 
 def _short(error: BaseException) -> str:

@@ -1,9 +1,11 @@
 """Which pixels and frames of an item are used: buckets and clip windows, one rule for caching and training."""
 
+from collections.abc import Mapping
 from functools import cache
 from math import isqrt, sqrt
 
 from wangen.generator.dataset import Item, MediaFacts
+from wangen.generator.pace import pace_of
 from wangen.generator.toml_values import longest_clip
 from wangen.generator.tomls import DatasetEntry
 
@@ -76,7 +78,7 @@ def nearest_size(size: tuple[int, int], step: int) -> tuple[int, int]:
 
 
 def resampled_frames(facts: MediaFacts, fps: int, source_fps: float | None = None) -> int:
-    """How many frames a video has at `fps` frames per second, played at its own speed.
+    """How many frames a video has at `fps` frames per second, played at its own speed; all, where that is its rate.
 
     The nearest number: containers that count in milliseconds round their durations up or down.
 
@@ -89,7 +91,24 @@ def resampled_frames(facts: MediaFacts, fps: int, source_fps: float | None = Non
     17
     """
     duration_s = facts.num_frames / source_fps if source_fps else facts.duration_s
-    return max(1, int(duration_s * fps + 0.5))
+    return max(1, int(duration_s * pace_of(fps, source_fps or facts.rate).fps + 0.5))
+
+
+def manner(facts: MediaFacts, fps: int | None, source_fps: float | None = None) -> Mapping[str, float]:
+    """What else decides which pixels a clip has, for recipes and records; empty but of unusual videos.
+
+    Args:
+        facts: of the video.
+        fps: the model's frame rate; None where frames are taken by number.
+        source_fps: the video's frame rate, when the container's own times are wrong.
+
+    >>> manner(MediaFacts(64, 48, 24, 1.0, rate=24.0), 24), manner(MediaFacts(64, 48, 24, 1.001, rate=23.976), 24)
+    ({}, {'pace': 23.976})
+    """
+    found: dict[str, float] = {}
+    if fps is not None and (pace := pace_of(fps, source_fps or facts.rate).fps) != fps:
+        found["pace"] = pace
+    return found
 
 
 def clip_frames(item: Item, facts: MediaFacts, fps: int, source_fps: float | None) -> int:

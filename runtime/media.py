@@ -161,7 +161,8 @@ def load_clip(
 ) -> "Frames":
     """Frames `start … start+count-1` at `fps` frames per second as (3, T, H, W) uint8.
 
-    Frame k is the one on screen at k / fps seconds after the first, by presentation time stamp.
+    Frame k is the one on screen at k / fps seconds after the first, by presentation time stamp; of a video whose rate
+    is nearly `fps`, frame k itself.
 
     Args:
         path: the video.
@@ -307,7 +308,7 @@ class ClipDataset:
         import torch
 
         item, (height, width) = self._items[index], self.size
-        found: Iterator[Any] = (frame for _, frame in timed(item.path, None) if frame is not None)
+        found: Iterator[Any] = (frame for _, frame, _ in timed(item.path, None) if frame is not None)
         if excerpt := item.excerpt:
             found = numbered_frames(item.path, excerpt.numbers(0, min(self.frames, excerpt.count)))
         frames = [np.asarray(fit(upright(frame), (width, height))) for frame in islice(found, self.frames)]

@@ -14,7 +14,7 @@ from wangen.generator.bulk import bulk
 from wangen.generator.dataset import NO_CAPTION, Item, Problem, media_of
 from wangen.generator.errors import WangenError, many, printable
 from wangen.generator.excerpts import FIRST, STEP
-from wangen.generator.geometry import TOO_SHORT, area_size, bucket_of, clip_fault, clip_frames, misfit, windows
+from wangen.generator.geometry import TOO_SHORT, area_size, bucket_of, clip_fault, clip_frames, manner, misfit, windows
 from wangen.generator.items import read_items, unsuited
 from wangen.generator.step_parts import SMOKE_ITEMS
 from wangen.generator.steps import CacheStep, CheckCache, Train
@@ -160,11 +160,13 @@ class Sample:
         recipe: dict[str, Any] = {
             "source": source.digest, "width": self.size[0], "height": self.size[1], "resize": resize,
         }  # fmt: skip
-        if not still and (excerpt := self.item.excerpt):
-            first = excerpt.numbers(self.start)[0]
-            return recipe | {FIRST: first, STEP: excerpt.step, "frames": self.count}
+        excerpt, source_fps = self.item.excerpt, self.entry.source_fps
         if not still:
-            source_fps = self.entry.source_fps
+            numbered = excerpt is not None and path == self.item.path
+            recipe |= manner(source.facts, None if numbered else self.fps, source_fps)
+        if not still and excerpt:
+            return recipe | {FIRST: excerpt.numbers(self.start)[0], STEP: excerpt.step, "frames": self.count}
+        if not still:
             return recipe | {"start": self.start, "frames": self.count, "fps": self.fps, "source_fps": source_fps}
         recipe["frames"] = self.count
         if self.entry.background_color != WHITE and source.facts.transparent:

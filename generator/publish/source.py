@@ -309,14 +309,16 @@ class _Memo:
         if shown[:3] != before[:3] or not (shown[3] == before[3] or is_linked_anew):
             return None
         self._now[str(path)] = [*shown, *facts]
-        return MediaFacts(int(facts[0]), int(facts[1]), int(facts[2]), float(facts[3]))
+        width, height, num_frames, duration_s, rate = facts
+        return MediaFacts(int(width), int(height), int(num_frames), float(duration_s), rate=float(rate))
 
     def keep(self, path: Path, facts: MediaFacts) -> None:
         """Remember what was found, unless the file is so young that it may still change without showing it."""
         state = self.states[path]
         if time.time_ns() - state.mtime_ns > COARSE_NS:
             shown = self._shown_by(path)
-            self._now[str(path)] = [*shown, facts.width, facts.height, facts.num_frames, facts.duration_s]
+            size = (facts.width, facts.height)
+            self._now[str(path)] = [*shown, *size, facts.num_frames, facts.duration_s, facts.rate]
 
     def _shown_by(self, path: Path) -> list[int | float]:
         """What shows a change."""
@@ -342,5 +344,5 @@ def _read_memo(path: Path) -> dict[str, list[int | float]]:
     return {
         key: record
         for key, record in content.items()
-        if isinstance(record, list) and len(record) == 9 and all(type(value) in (int, float) for value in record)
+        if isinstance(record, list) and len(record) == 10 and all(type(value) in (int, float) for value in record)
     }

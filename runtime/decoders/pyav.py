@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from wangen.generator.errors import WangenError
 from wangen.generator.npz import is_npz, read_npz
+from wangen.generator.pace import pace_of
 from wangen.generator.videos import open_video
 from wangen.runtime.decoders.stamps import EXACT_S, slack, ticks_as_shown
 from wangen.runtime.numbered_frames import StoredFrame, numbered_frames, undecodable
@@ -35,22 +36,25 @@ PYAV = PyAV()
 def shown_frames(path: Path, fps: float, source_fps: float | None = None) -> Iterator[Any]:
     """PyAV's frame on screen at k / fps seconds after the first one, for k = 0, 1, … to the video's end.
 
-    A frame that is on screen for several k comes so many times, as one object.
+    Of a video whose rate is nearly `fps`, the times are those of `pace_of`. A frame that is on screen for several k
+    comes so many times, as one object.
 
     Raises:
         WangenError: the file cannot be decoded; the frames before the fault have come by then.
     """
     held: Any = None
     wanted = 0
-    for time_s, frame in timed(path, source_fps):
-        while held is not None and wanted / fps < time_s:
+    for time_s, frame, rate in timed(path, source_fps):
+        pace = pace_of(fps, rate)
+        within_s = 0.0 if frame is None else pace.within_s
+        while held is not None and wanted / pace.fps + within_s < time_s:
             yield held
             wanted += 1
         held = frame
 
 
-def timed(path: Path, source_fps: float | None) -> Iterator[tuple[float, Any]]:
-    """Each frame with the seconds from the first one to it, and at last (the end, None).
+def timed(path: Path, source_fps: float | None) -> Iterator[tuple[float, Any, float]]:
+    """Each frame with the seconds from the first one to it and the video's rate, and at last (the end, None, rate).
 
     The seconds are the earliest that the stamps allow, as `slack` says.
     """
@@ -79,20 +83,20 @@ def timed(path: Path, source_fps: float | None) -> Iterator[tuple[float, Any]]:
                 time_s = number / rate if source_fps or shown_s is None else shown_s
                 length_s = 1 / rate if source_fps or not frame.duration else frame.duration * tick_s
                 first_s = time_s if number == 0 else first_s
-                yield max(0.0, time_s - first_s - slack_s), frame
+                yield max(0.0, time_s - first_s - slack_s), frame, rate
             if number >= 0:
-                yield time_s - first_s + length_s - slack_s, None
+                yield time_s - first_s + length_s - slack_s, None, rate
     except (av.FFmpegError, OSError, ValueError) as error:
         raise undecodable(path, error) from None
 
 
-def _timed_npz(path: Path, source_fps: float | None) -> Iterator[tuple[float, Any]]:
+def _timed_npz(path: Path, source_fps: float | None) -> Iterator[tuple[float, Any, float]]:
     """As `timed`: the frames of a `.npz`, whose frame k is on screen from k / fps on."""
     frames, facts = read_npz(path)
     fps = source_fps or facts.fps
     for number, pixels in enumerate(frames):
-        yield max(0.0, number / fps - EXACT_S), StoredFrame(pixels)
-    yield len(frames) / fps - EXACT_S, None
+        yield max(0.0, number / fps - EXACT_S), StoredFrame(pixels), fps
+    yield len(frames) / fps - EXACT_S, None, fps
 
 
 def upright(frame: Any) -> "Image.Image":
@@ -105,7 +109,7 @@ def shown_at(path: Path, times_s: Sequence[float]) -> Iterator[Any]:
     """The frame on screen at each of these times, which ascend; after the end it is the last one."""
     held: Any = None
     wanted = 0
-    for time_s, frame in timed(path, None):
+    for time_s, frame, _ in timed(path, None):
         while held is not None and wanted < len(times_s) and times_s[wanted] < time_s:
             yield held
             wanted += 1

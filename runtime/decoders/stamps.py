@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from wangen.generator.errors import WangenError
+from wangen.generator.pace import pace_of
 from wangen.generator.videos import open_video
 from wangen.runtime.sources import FileState, state_of
 
@@ -53,7 +54,7 @@ class Stamps:
     def shown(self, span: range, fps: float, source_fps: float | None) -> list[int]:
         """The numbers of the frames on screen at k / fps seconds for each k of `span`; fewer where the video ends.
 
-        By the rules of `pyav.timed`, which decodes.
+        By the rules of `pyav.shown_frames`, which decodes.
         """
         slack_s = slack(float(self.tick), source_fps)
         if source_fps:
@@ -64,7 +65,9 @@ class Stamps:
             times_s.append(times_s[-1] + (self.last_ticks * float(tick) or 1 / self.rate))
         first_s, end_s = times_s[0], times_s.pop()
         starts_s = [max(0.0, time_s - first_s - slack_s) for time_s in times_s]
-        return [bisect_right(starts_s, k / fps) - 1 for k in span if k / fps < end_s - first_s - slack_s]
+        pace = pace_of(fps, source_fps or self.rate)
+        last_s = end_s - first_s - slack_s
+        return [bisect_right(starts_s, k / pace.fps + pace.within_s) - 1 for k in span if k / pace.fps < last_s]
 
 
 def slack(tick_s: float, source_fps: float | None) -> float:

@@ -5,9 +5,10 @@ gets those frames, small and grey, through a pipe. So what is said of frame k is
 the video's own rate, time stamps and rotation are.
 """
 
+import json
 import subprocess
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from io import BytesIO
 from itertools import islice
@@ -271,8 +272,13 @@ def _parsed(lines: list[str]) -> list[dict[str, float]]:
     return found
 
 
-def save(analysis: Analysis, path: Path) -> None:
+def save(analysis: Analysis, path: Path, unusual: Mapping[str, float]) -> None:
     """Write what was found out, whole or not at all, readable without pickle.
+
+    Args:
+        analysis: of the video.
+        path: of the file.
+        unusual: how the video is read otherwise than others are, as `geometry.manner` says.
 
     Raises:
         OSError: the disk refused.
@@ -284,17 +290,25 @@ def save(analysis: Analysis, path: Path) -> None:
     buffer = BytesIO()
     columns = {name: getattr(analysis, name) for name in (*_KEYS.values(), "stamps", "thumbs")}
     columns |= {name: np.array(getattr(analysis, name)) for name in ("every", "aspect", "size")}
+    if unusual:
+        columns["unusual"] = np.array(json.dumps(unusual))
     np.savez(buffer, version=VERSION, ends=ends, pictures=joined, **columns)
     write_whole(path, [buffer.getvalue()])
 
 
-def load(path: Path) -> Analysis | None:
-    """What was found out by an earlier run; None when there is none that can be used."""
+def load(path: Path, unusual: Mapping[str, float] | None = None) -> Analysis | None:
+    """What was found out by an earlier run; None when there is none that can be used.
+
+    Args:
+        path: of the file.
+        unusual: how the video must have been read, as for `save`; None takes any way.
+    """
     import numpy as np
 
     try:
         with HEADERS, np.load(path, allow_pickle=False) as file:
-            if int(file["version"]) != VERSION:
+            read = json.loads(str(file["unusual"])) if "unusual" in file else {}
+            if int(file["version"]) != VERSION or unusual not in (None, read):
                 return None
             joined, ends = file["pictures"].tobytes(), file["ends"].tolist()
             pictures = tuple(joined[start:end] for start, end in zip([0, *ends], ends, strict=False))

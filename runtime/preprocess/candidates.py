@@ -12,6 +12,7 @@ from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 from wangen.generator.footage import clip_name
+from wangen.generator.pace import pace_of
 from wangen.generator.prepare_steps import Preprocess
 from wangen.runtime.preprocess.analysis import THUMB_PX, Analysis
 from wangen.runtime.preprocess.form import Form
@@ -52,6 +53,10 @@ class Footage:
     stamps: "Stamps"
     aspect: float
 
+    def pace(self, fps: int) -> float:
+        """How many of its frames at the clips' rate a second of it has."""
+        return pace_of(fps, self.source.facts.rate).fps
+
 
 @dataclass(frozen=True)
 class Window:
@@ -91,10 +96,11 @@ def find_windows(footage: Footage, analysis: Analysis, form: Form, options: Prep
 
     picks = np.linspace(0, form.frames - 1, min(NUM_THUMBS, form.frames)).round().astype(int)
     found: list[Window] = []
+    pace = footage.pace(form.fps)
     for segment in dict.fromkeys(footage.video.segments):
-        shots = list(_shots(analysis, segment, form.fps, options.cut_threshold))
+        shots = list(_shots(analysis, segment, pace, options.cut_threshold))
         if not shots:
-            found.append(_outside(footage, segment, form.fps))
+            found.append(_outside(footage, segment, pace))
         for first, end in shots:
             if end - first < form.frames:
                 reason = f"short: the shot has {end - first} frames, a clip {form.frames}"
@@ -108,7 +114,7 @@ def find_windows(footage: Footage, analysis: Analysis, form: Form, options: Prep
     return sorted(found, key=lambda window: (window.start, window.frames, window.prompt))
 
 
-def _outside(footage: Footage, segment: Segment, fps: int) -> Window:
+def _outside(footage: Footage, segment: Segment, fps: float) -> Window:
     """What stands for a segment in which no frame lies."""
     import numpy as np
 
@@ -119,7 +125,7 @@ def _outside(footage: Footage, segment: Segment, fps: int) -> Window:
     return Window(footage, segment.prompt, start, 0, {}, np.empty(0, np.int16), (reason,))
 
 
-def _shots(analysis: Analysis, segment: Segment, fps: int, threshold: float) -> Iterator[tuple[int, int]]:
+def _shots(analysis: Analysis, segment: Segment, fps: float, threshold: float) -> Iterator[tuple[int, int]]:
     """(first frame, frame after the last) of each shot within a segment."""
     first = min(len(analysis), math.ceil(segment.start_s * fps - SLACK))
     end = len(analysis)

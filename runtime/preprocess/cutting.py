@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from wangen.generator.errors import WangenError
 from wangen.generator.files import remove, write_whole
+from wangen.generator.geometry import manner
 from wangen.generator.videos import open_video
 from wangen.runtime.decoders.pyav import shown_frames
 from wangen.runtime.media import fit
@@ -47,8 +48,10 @@ class Job:
 def clip_key(window: Window, form: Form) -> str:
     """What decides a clip's bytes, as a digest: content, frames, form, and the way of writing it."""
     crf = form.crf if form.format == "mp4" else None
-    parts = [VERSION, window.footage.source.digest, window.start, form.frames, form.fps, form.width, form.height, crf]
-    return sha256(json.dumps(parts).encode()).hexdigest()
+    source = window.footage.source
+    parts = [VERSION, source.digest, window.start, form.frames, form.fps, form.width, form.height, crf]
+    unusual = manner(source.facts, form.fps)
+    return sha256(json.dumps([*parts, unusual] if unusual else parts).encode()).hexdigest()
 
 
 def is_made(window: Window, form: Form, place: Place) -> bool:

@@ -89,11 +89,12 @@ def _dropped(outcome: Outcome, form: Form, videos: Path) -> list[dict[str, Any]]
 
 def _facts(window: Window, form: Form) -> dict[str, Any]:
     """Where a window comes from. Seconds are counted from the video's first frame."""
+    pace = window.footage.pace(form.fps)
     return {
         "source": window.footage.video.name,
         "source_digest": window.footage.source.digest,
-        "start_s": round(window.start / form.fps, 6),
-        "end_s": round(window.end / form.fps, 6),
+        "start_s": round(window.start / pace, 6),
+        "end_s": round(window.end / pace, 6),
         "fps": form.fps,
         "frames": window.frames,
     }

@@ -71,7 +71,8 @@ def _section(key: str, title: str, windows: Sequence[Window], form: Form, place:
 
 
 def _article(window: Window, key: str, form: Form, place: Place) -> str:
-    times = f"{window.start / form.fps:.2f} to {window.end / form.fps:.2f} s"
+    pace = window.footage.pace(form.fps)
+    times = f"{window.start / pace:.2f} to {window.end / pace:.2f} s"
     title = f"{escape(printable(window.footage.video.name))}, {times}"
     if key != "dropped":
         title = f'<a href="clips/{window.name(form)}">{title}</a>'
@@ -92,7 +93,7 @@ def _strip(window: Window, form: Form, place: Place) -> str:
     chosen = sorted({first + round((last - first) * part / (NUM_PICTURES - 1)) for part in range(NUM_PICTURES)})
     return "".join(
         f'<img src="data:image/jpeg;base64,{b64encode(pictures[number]).decode()}" loading="lazy" '
-        f'alt="at {number * every / form.fps:.1f} s">'
+        f'alt="at {number * every / window.footage.pace(form.fps):.1f} s">'
         for number in chosen
     )
 

@@ -9,6 +9,7 @@ from functools import partial
 from typing import TypeVar
 
 from wangen.generator.errors import WangenError, bytes_text, many
+from wangen.generator.geometry import manner
 from wangen.generator.prepare_steps import Preprocess
 from wangen.runtime.preprocess.analysis import StoppedError, Tell, analyse, load, save
 from wangen.runtime.preprocess.candidates import Footage, Window, drop_copies, find_windows
@@ -41,7 +42,8 @@ def watch(
 def _watch_one(item: Known, form: Form, place: Place, options: Preprocess, tell: Tell) -> list[Window] | WangenError:
     """The windows of a video, from an earlier run's record or by decoding it; or why it cannot be decoded."""
     path = place.analysis(item.source.digest, form.fps)
-    seen = load(path)
+    unusual = manner(item.source.facts, form.fps)
+    seen = load(path, unusual)
     if seen is not None:
         tell(len(seen))
     else:
@@ -50,7 +52,7 @@ def _watch_one(item: Known, form: Form, place: Place, options: Preprocess, tell:
             item.source.require_unchanged(item.video.path)
         except WangenError as error:
             return error
-        save(seen, path)
+        save(seen, path, unusual)
     return find_windows(Footage(item.video, item.source, seen.stamps, seen.aspect), seen, form, options)
 
 
