@@ -17,7 +17,7 @@ from wangen.generator.install import require_library
 from wangen.generator.npz import SUFFIX, is_npz, is_other_archive, read_npz_facts
 from wangen.generator.paths import windows_name_problem
 from wangen.generator.pictures import open_picture
-from wangen.generator.videos import open_video
+from wangen.generator.videos import flip_of, open_video, packet_times
 
 IMAGE_SUFFIXES = frozenset({".png", ".jpg", ".jpeg", ".webp", ".bmp", ".avif"})
 VIDEO_SUFFIXES = frozenset(
@@ -50,6 +50,7 @@ class MediaFacts:
         duration_s: 0 for an image; else last frame's end minus first frame's start, in seconds.
         transparent: an image that may be transparent somewhere.
         rate: average frames per second of a video, as the file says it; 0 where it says nothing.
+        mirrored: a video whose file says that its picture be mirrored.
     """
 
     width: int
@@ -58,6 +59,7 @@ class MediaFacts:
     duration_s: float
     transparent: bool = False
     rate: float = 0.0
+    mirrored: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -372,26 +374,17 @@ def _video_facts(path: Path) -> MediaFacts:
             stream = container.streams.video[0]
             frame = next(container.decode(stream))
             width, height = (frame.height, frame.width) if frame.rotation % 180 else (frame.width, frame.height)
-        with open_video(path) as container:
-            stream = container.streams.video[0]
-            # AVI and raw streams have decoding times only; the last packet is the flush and holds no data; packets
-            # to be discarded lie before an edit list's start, as in clips that were cut without encoding again.
-            times = [
-                (p.pts if p.pts is not None else p.dts, p.duration or 0)
-                for p in container.demux(stream)
-                if p.size and not p.is_discard
-            ]
-            time_base = float(stream.time_base or 0)
-            rate = float(stream.average_rate or 0)
+            mirrored = bool(flip_of(frame))
+        times, time_base, rate = packet_times(path)
     except (av.FFmpegError, StopIteration, OSError) as error:
         raise WangenError(f"cannot be read as a video ({_short(error)})", where=str(path)) from None
     frame_s = 1 / rate if rate else 0.0
-    known = [time for time in times if time[0] is not None]
+    known = [(time, ticks) for time, ticks in times if time is not None]
     if not known:
-        return MediaFacts(width, height, len(times), len(times) * frame_s, rate=rate)
+        return MediaFacts(width, height, len(times), len(times) * frame_s, rate=rate, mirrored=mirrored)
     first, (last, last_duration) = min(known)[0], max(known)
     duration_s = (last - first) * time_base + (last_duration * time_base or frame_s)
-    return MediaFacts(width, height, len(times), duration_s, rate=rate)
+    return MediaFacts(width, height, len(times), duration_s, rate=rate, mirrored=mirrored)
 
 
 def _short(error: BaseException) -> str:

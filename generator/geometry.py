@@ -108,6 +108,8 @@ def manner(facts: MediaFacts, fps: int | None, source_fps: float | None = None) 
     found: dict[str, float] = {}
     if fps is not None and (pace := pace_of(fps, source_fps or facts.rate).fps) != fps:
         found["pace"] = pace
+    if facts.mirrored:
+        found["mirrored"] = True
     return found
 
 

@@ -5,7 +5,7 @@ the time stamps of its packets (`decoders/stamps.py`). In other containers frame
 """
 
 from bisect import bisect_right
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -25,6 +25,11 @@ class StoredFrame:
 
     pixels: Any
     rotation: int = 0
+
+    @property
+    def side_data(self) -> Mapping[str, Any]:
+        """Nothing is said beside the pixels."""
+        return {}
 
     def to_image(self) -> "Image.Image":
         """The picture in RGB."""

@@ -10,7 +10,7 @@ from threading import Lock
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol, TypeVar
 
 from wangen.generator.npz import is_npz
-from wangen.generator.videos import open_video
+from wangen.generator.videos import flip_of, open_video
 from wangen.runtime.decoders.pyav import PYAV
 from wangen.runtime.decoders.stamps import Stamps, stamps_of
 from wangen.runtime.numbered_frames import undecodable
@@ -60,11 +60,12 @@ class NotTakenError(Exception):
 
 
 class First(NamedTuple):
-    """What the first frame says: its stamp in ticks, degrees to turn it by, and the most bits of a colour."""
+    """What the first frame says: its stamp in ticks, degrees to turn it by, most bits of a colour, if it is flipped."""
 
     pts: int | None
     rotation: int
     bits: int
+    flipped: bool = False
 
 
 class ByNumber(ABC):
@@ -72,7 +73,7 @@ class ByNumber(ABC):
 
     Only what would give other frames or other colours is left to PyAV: containers without stamps, a first packet that
     gives no frame (an edit inside an open group of pictures), colours of more than 8 bits, which libraries convert
-    differently, and a frame whose own stamp is not the one that was asked for.
+    differently, mirrored pictures, and a frame whose own stamp is not the one that was asked for.
     """
 
     name: ClassVar[str]
@@ -142,6 +143,8 @@ class ByNumber(ABC):
             raise NotTakenError("its first packet gives no frame")
         if first.bits > 8:
             raise NotTakenError("its colours have more than 8 bits")
+        if first.flipped:
+            raise NotTakenError("its picture is to be mirrored")
         return stamps, first.rotation
 
     def _pictures(self, path: Path, stamps: Stamps, rotation: int, numbers: Sequence[int]) -> Iterator["Image.Image"]:
@@ -165,7 +168,8 @@ def _first(path: Path, _state: FileState | None) -> First:
         frame = next(container.decode(video=0), None)
         if frame is None:
             return First(None, 0, 0)
-        return First(frame.pts, frame.rotation, max(component.bits for component in frame.format.components))
+        bits = max(component.bits for component in frame.format.components)
+        return First(frame.pts, frame.rotation, bits, bool(flip_of(frame)))
 
 
 def decoded(decoder: FrameDecoder, path: Path, load: Callable[[FrameDecoder], T]) -> T:

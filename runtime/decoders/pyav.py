@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from wangen.generator.errors import WangenError
 from wangen.generator.npz import is_npz, read_npz
 from wangen.generator.pace import pace_of
-from wangen.generator.videos import open_video
+from wangen.generator.videos import flip_of, open_video
 from wangen.runtime.decoders.stamps import EXACT_S, slack, ticks_as_shown
 from wangen.runtime.numbered_frames import StoredFrame, numbered_frames, undecodable
 
@@ -100,8 +100,12 @@ def _timed_npz(path: Path, source_fps: float | None) -> Iterator[tuple[float, An
 
 
 def upright(frame: Any) -> "Image.Image":
-    """PyAV's frame as it is watched: in RGB, turned as the file says."""
+    """PyAV's frame in RGB, turned and mirrored as the file says."""
+    from PIL.Image import Transpose
+
     image: Image.Image = frame.to_image()
+    if flip := flip_of(frame):
+        return image.transpose(Transpose[flip])
     return image.rotate(frame.rotation, expand=True) if frame.rotation else image
 
 
