@@ -17,7 +17,7 @@ from wangen.generator.install import require_library
 from wangen.generator.npz import SUFFIX, is_npz, is_other_archive, read_npz_facts
 from wangen.generator.paths import windows_name_problem
 from wangen.generator.pictures import open_picture
-from wangen.generator.videos import flip_of, open_video, packet_times
+from wangen.generator.videos import aspect_of, flip_of, open_video, packet_times, square_size
 
 IMAGE_SUFFIXES = frozenset({".png", ".jpg", ".jpeg", ".webp", ".bmp", ".avif"})
 VIDEO_SUFFIXES = frozenset(
@@ -44,13 +44,14 @@ class MediaFacts:
     """What a media file is, from its header (image) or its packets (video).
 
     Attributes:
-        width: pixels after rotation.
-        height: pixels after rotation.
+        width: pixels after rotation, square ones.
+        height: pixels after rotation, square ones.
         num_frames: 1 for an image.
         duration_s: 0 for an image; else last frame's end minus first frame's start, in seconds.
         transparent: an image that may be transparent somewhere.
         rate: average frames per second of a video, as the file says it; 0 where it says nothing.
         mirrored: a video whose file says that its picture be mirrored.
+        aspect: width of a video's stored pixel as a part of its height.
     """
 
     width: int
@@ -60,6 +61,7 @@ class MediaFacts:
     transparent: bool = False
     rate: float = 0.0
     mirrored: bool = False
+    aspect: float = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -374,17 +376,17 @@ def _video_facts(path: Path) -> MediaFacts:
             stream = container.streams.video[0]
             frame = next(container.decode(stream))
             width, height = (frame.height, frame.width) if frame.rotation % 180 else (frame.width, frame.height)
-            mirrored = bool(flip_of(frame))
+            mirrored, aspect = bool(flip_of(frame)), aspect_of(stream)
+            width, height = square_size((width, height), frame.rotation, aspect)
         times, time_base, rate = packet_times(path)
     except (av.FFmpegError, StopIteration, OSError) as error:
         raise WangenError(f"cannot be read as a video ({_short(error)})", where=str(path)) from None
     frame_s = 1 / rate if rate else 0.0
-    known = [(time, ticks) for time, ticks in times if time is not None]
-    if not known:
-        return MediaFacts(width, height, len(times), len(times) * frame_s, rate=rate, mirrored=mirrored)
-    first, (last, last_duration) = min(known)[0], max(known)
-    duration_s = (last - first) * time_base + (last_duration * time_base or frame_s)
-    return MediaFacts(width, height, len(times), duration_s, rate=rate, mirrored=mirrored)
+    duration_s = len(times) * frame_s
+    if known := [(time, ticks) for time, ticks in times if time is not None]:
+        first, (last, last_duration) = min(known)[0], max(known)
+        duration_s = (last - first) * time_base + (last_duration * time_base or frame_s)
+    return MediaFacts(width, height, len(times), duration_s, rate=rate, mirrored=mirrored, aspect=aspect)
 
 
 def _short(error: BaseException) -> str:

@@ -6,6 +6,9 @@ from typing import Any
 
 from wangen.generator.install import require_library
 
+NEARLY_SQUARE = 0.01
+"""Pixels whose sides differ by less are square."""
+
 
 def open_video(path: Path) -> Any:
     """PyAV's container of a video to be read, to be closed by the caller; metadata that is not UTF-8 is replaced.
@@ -36,6 +39,27 @@ def packet_times(path: Path) -> tuple[list[tuple[int | None, int]], float, float
             if packet.size and not packet.is_discard
         ]
         return times, float(stream.time_base or 0), float(stream.average_rate or 0)
+
+
+def aspect_of(stream: Any) -> float:
+    """Width of a stored pixel as a part of its height; 1 where the file says nothing, or nearly that."""
+    said = float(stream.sample_aspect_ratio or 1)
+    return round(said, 6) if abs(said - 1) > NEARLY_SQUARE else 1.0
+
+
+def square_size(size: tuple[int, int], rotation: int, aspect: float) -> tuple[int, int]:
+    """The (width, height) of a picture once its pixels are square.
+
+    Args:
+        size: of the picture turned upright.
+        rotation: degrees by which it was turned.
+        aspect: width of a stored pixel as a part of its height.
+
+    >>> square_size((720, 576), 0, 16 / 15), square_size((576, 720), 90, 16 / 15)
+    ((768, 576), (576, 768))
+    """
+    across, down = (1.0, aspect) if rotation % 180 else (aspect, 1.0)
+    return max(1, round(size[0] * across)), max(1, round(size[1] * down))
 
 
 def flip_of(frame: Any) -> str:

@@ -16,7 +16,7 @@ from wangen.generator.manifests import read_manifest
 from wangen.generator.pictures import open_picture
 from wangen.generator.toml_values import WHITE
 from wangen.runtime.decoders.base import FrameDecoder, decoded
-from wangen.runtime.decoders.pyav import PYAV, shown_at, timed, upright
+from wangen.runtime.decoders.pyav import PYAV, as_watched, pixel_aspect, shown_at, timed
 from wangen.runtime.numbered_frames import numbered_frames, undecodable
 
 if TYPE_CHECKING:
@@ -232,8 +232,9 @@ def load_pictures(path: Path, count: int, max_side: int) -> "list[Image.Image]":
     if media_of(path) == "image":
         pictures = [open_image(path, WHITE)]
     else:
-        part_s = read_facts(path).duration_s / count
-        pictures = [upright(frame) for frame in shown_at(path, [(n + 0.5) * part_s for n in range(count)])]
+        facts = read_facts(path)
+        times_s = [(n + 0.5) * facts.duration_s / count for n in range(count)]
+        pictures = [as_watched(frame, facts.aspect) for frame in shown_at(path, times_s)]
     for picture in pictures:
         picture.thumbnail((max_side, max_side))
     return pictures
@@ -311,7 +312,9 @@ class ClipDataset:
         found: Iterator[Any] = (frame for _, frame, _ in timed(item.path, None) if frame is not None)
         if excerpt := item.excerpt:
             found = numbered_frames(item.path, excerpt.numbers(0, min(self.frames, excerpt.count)))
-        frames = [np.asarray(fit(upright(frame), (width, height))) for frame in islice(found, self.frames)]
+        aspect = pixel_aspect(item.path)
+        watched = (as_watched(frame, aspect) for frame in islice(found, self.frames))
+        frames = [np.asarray(fit(picture, (width, height))) for picture in watched]
         if len(frames) < self.frames:
             raise WangenError(f"has {many(len(frames), 'frame')}, {self.frames} are asked for",
                               where=str(item.path), cure="ask for fewer, or cut longer clips")  # fmt: skip

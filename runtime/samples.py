@@ -164,6 +164,8 @@ class Sample:
         if not still:
             numbered = excerpt is not None and path == self.item.path
             recipe |= manner(source.facts, None if numbered else self.fps, source_fps)
+            if source.facts.aspect != 1.0:
+                recipe["aspect"] = source.facts.aspect
         if not still and excerpt:
             return recipe | {FIRST: excerpt.numbers(self.start)[0], STEP: excerpt.step, "frames": self.count}
         if not still:

@@ -15,6 +15,7 @@ _FIXED = {
     "control": "the control image changed",
     "mask": "the mask changed",
     "resize": "the resizing recipe changed",
+    "aspect": "the shape of the video's pixels, which are made square, changed",
     "mirrored": "whether the video is mirrored as it says changed",
     "condition": "the way the condition is made changed",
 }

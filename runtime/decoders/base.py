@@ -10,7 +10,7 @@ from threading import Lock
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol, TypeVar
 
 from wangen.generator.npz import is_npz
-from wangen.generator.videos import flip_of, open_video
+from wangen.generator.videos import aspect_of, flip_of, open_video
 from wangen.runtime.decoders.pyav import PYAV
 from wangen.runtime.decoders.stamps import Stamps, stamps_of
 from wangen.runtime.numbered_frames import undecodable
@@ -60,12 +60,15 @@ class NotTakenError(Exception):
 
 
 class First(NamedTuple):
-    """What the first frame says: its stamp in ticks, degrees to turn it by, most bits of a colour, if it is flipped."""
+    """What the first frame says: its stamp in ticks, degrees to turn it by, most bits of a colour, if it is flipped,
+    and the width of a pixel as a part of its height.
+    """
 
     pts: int | None
     rotation: int
     bits: int
     flipped: bool = False
+    aspect: float = 1.0
 
 
 class ByNumber(ABC):
@@ -73,7 +76,8 @@ class ByNumber(ABC):
 
     Only what would give other frames or other colours is left to PyAV: containers without stamps, a first packet that
     gives no frame (an edit inside an open group of pictures), colours of more than 8 bits, which libraries convert
-    differently, mirrored pictures, and a frame whose own stamp is not the one that was asked for.
+    differently, mirrored pictures, pixels that are not square, and a frame whose own stamp is not the one that was
+    asked for.
     """
 
     name: ClassVar[str]
@@ -145,6 +149,8 @@ class ByNumber(ABC):
             raise NotTakenError("its colours have more than 8 bits")
         if first.flipped:
             raise NotTakenError("its picture is to be mirrored")
+        if first.aspect != 1.0:
+            raise NotTakenError("its pixels are not square")
         return stamps, first.rotation
 
     def _pictures(self, path: Path, stamps: Stamps, rotation: int, numbers: Sequence[int]) -> Iterator["Image.Image"]:
@@ -165,11 +171,12 @@ class ByNumber(ABC):
 def _first(path: Path, _state: FileState | None) -> First:
     """What the first frame of a file in this state says; a file without frames has none of 0 bits."""
     with open_video(path) as container:
-        frame = next(container.decode(video=0), None)
+        stream = container.streams.video[0]
+        frame = next(container.decode(stream), None)
         if frame is None:
             return First(None, 0, 0)
         bits = max(component.bits for component in frame.format.components)
-        return First(frame.pts, frame.rotation, bits, bool(flip_of(frame)))
+        return First(frame.pts, frame.rotation, bits, bool(flip_of(frame)), aspect_of(stream))
 
 
 def decoded(decoder: FrameDecoder, path: Path, load: Callable[[FrameDecoder], T]) -> T:

@@ -1,6 +1,7 @@
 """Decoding by PyAV, whose way of picking frames the other decoders follow."""
 
 from collections.abc import Iterator, Sequence
+from functools import lru_cache
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -8,9 +9,10 @@ from typing import TYPE_CHECKING, Any
 from wangen.generator.errors import WangenError
 from wangen.generator.npz import is_npz, read_npz
 from wangen.generator.pace import pace_of
-from wangen.generator.videos import flip_of, open_video
+from wangen.generator.videos import aspect_of, flip_of, open_video, square_size
 from wangen.runtime.decoders.stamps import EXACT_S, slack, ticks_as_shown
 from wangen.runtime.numbered_frames import StoredFrame, numbered_frames, undecodable
+from wangen.runtime.sources import FileState, state_of
 
 if TYPE_CHECKING:
     from PIL import Image
@@ -23,11 +25,14 @@ class PyAV:
 
     def shown(self, path: Path, span: range, fps: float, source_fps: float | None) -> Iterator["Image.Image"]:
         """As `FrameDecoder.shown`."""
-        return map(upright, islice(shown_frames(path, fps, source_fps), span.start, span.stop))
+        aspect = pixel_aspect(path)
+        frames = islice(shown_frames(path, fps, source_fps), span.start, span.stop)
+        return (as_watched(frame, aspect) for frame in frames)
 
     def numbered(self, path: Path, numbers: range) -> Iterator["Image.Image"]:
         """As `FrameDecoder.numbered`."""
-        return map(upright, numbered_frames(path, numbers))
+        aspect = pixel_aspect(path)
+        return (as_watched(frame, aspect) for frame in numbered_frames(path, numbers))
 
 
 PYAV = PyAV()
@@ -107,6 +112,38 @@ def upright(frame: Any) -> "Image.Image":
     if flip := flip_of(frame):
         return image.transpose(Transpose[flip])
     return image.rotate(frame.rotation, expand=True) if frame.rotation else image
+
+
+def as_watched(frame: Any, aspect: float) -> "Image.Image":
+    """PyAV's frame in RGB, upright, with square pixels.
+
+    Args:
+        frame: with its stored pixels.
+        aspect: of these, as `pixel_aspect` says.
+    """
+    image = upright(frame)
+    if aspect == 1.0:
+        return image
+    from PIL.Image import Resampling
+
+    return image.resize(square_size(image.size, frame.rotation, aspect), Resampling.LANCZOS)
+
+
+def pixel_aspect(path: Path) -> float:
+    """As `aspect_of`, of a video; 1 where it cannot be read."""
+    return 1.0 if is_npz(path) else _pixel_aspect(path, state_of(path))
+
+
+@lru_cache(maxsize=1024)
+def _pixel_aspect(path: Path, _state: FileState | None) -> float:
+    """That of a file in this state."""
+    import av
+
+    try:
+        with open_video(path) as container:
+            return aspect_of(container.streams.video[0]) if container.streams.video else 1.0
+    except (av.FFmpegError, OSError, ValueError):  # decoding will say what is wrong
+        return 1.0
 
 
 def shown_at(path: Path, times_s: Sequence[float]) -> Iterator[Any]:

@@ -19,8 +19,7 @@ from zipfile import BadZipFile
 from wangen.generator.errors import WangenError
 from wangen.generator.files import write_whole
 from wangen.generator.npz import HEADERS
-from wangen.generator.videos import open_video
-from wangen.runtime.decoders.pyav import shown_frames, upright
+from wangen.runtime.decoders.pyav import as_watched, pixel_aspect, shown_frames
 
 if TYPE_CHECKING:
     import numpy as np
@@ -116,7 +115,7 @@ def analyse(path: Path, fps: int, tell: Tell, limit: int | None = None) -> Analy
     """
     import numpy as np
 
-    seen = _Seen(max(1, fps // 2), _aspect(path))
+    seen = _Seen(max(1, fps // 2), pixel_aspect(path))
     signals = _signals(seen.look(islice(shown_frames(path, fps), limit), tell), path)
     if len(signals) != len(seen.stamps):
         raise WangenError(
@@ -131,30 +130,6 @@ def analyse(path: Path, fps: int, tell: Tell, limit: int | None = None) -> Analy
     return Analysis(
         stamps, **columns, thumbs=thumbs, pictures=pictures, every=seen.every, aspect=seen.aspect, size=seen.size
     )
-
-
-def _aspect(path: Path) -> float:
-    """Width of a stored pixel as a part of its height, as the file says; 1 where it says nothing or cannot be read."""
-    import av
-
-    try:
-        with open_video(path) as container:
-            said = container.streams.video[0].sample_aspect_ratio if container.streams.video else None
-            return round(float(said), 6) if said else 1.0
-    except (av.FFmpegError, OSError, ValueError):  # decoding will say what is wrong
-        return 1.0
-
-
-def as_watched(frame: Any, aspect: float) -> "Image.Image":
-    """PyAV's frame in RGB, upright, with square pixels."""
-    image = upright(frame)
-    if aspect == 1.0:
-        return image
-    width, height = image.size
-    across, down = (1.0, aspect) if frame.rotation % 180 else (aspect, 1.0)
-    from PIL import Image
-
-    return image.resize((max(1, round(width * across)), max(1, round(height * down))), Image.Resampling.LANCZOS)
 
 
 class _Seen:

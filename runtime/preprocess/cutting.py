@@ -13,9 +13,9 @@ from wangen.generator.errors import WangenError
 from wangen.generator.files import remove, write_whole
 from wangen.generator.geometry import manner
 from wangen.generator.videos import open_video
-from wangen.runtime.decoders.pyav import shown_frames
+from wangen.runtime.decoders.pyav import as_watched, shown_frames
 from wangen.runtime.media import fit
-from wangen.runtime.preprocess.analysis import NO_STAMP, Tell, as_watched
+from wangen.runtime.preprocess.analysis import NO_STAMP, Tell
 from wangen.runtime.preprocess.candidates import Footage, Window
 from wangen.runtime.preprocess.form import Form, Place, write_clip
 
