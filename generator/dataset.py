@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from wangen.generator.colours import is_profiled
 from wangen.generator.errors import WangenError, read_cure
 from wangen.generator.excerpts import Excerpt
 from wangen.generator.files import read_file
@@ -52,6 +53,7 @@ class MediaFacts:
         rate: average frames per second of a video, as the file says it; 0 where it says nothing.
         mirrored: a video whose file says that its picture be mirrored.
         aspect: width of a video's stored pixel as a part of its height.
+        profiled: an image whose colour profile says other colours than sRGB's.
     """
 
     width: int
@@ -62,6 +64,7 @@ class MediaFacts:
     rate: float = 0.0
     mirrored: bool = False
     aspect: float = 1.0
+    profiled: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -349,13 +352,13 @@ def _image_facts(path: Path) -> MediaFacts:
             width, height = image.size
             # Of a TIFF, Pillow says the size as it is turned.
             turned = image.format != "TIFF" and image.getexif().get(0x0112, 1) in (5, 6, 7, 8)
-            transparent = image.has_transparency_data
+            transparent, profiled = image.has_transparency_data, is_profiled(image)
     except UnidentifiedImageError:
         found = "cannot be read as an image" if path.stat().st_size else "is empty (0 bytes)"
         raise WangenError(found, where=str(path)) from None
     except (*DECODING_ERRORS, Image.DecompressionBombError) as error:
         raise WangenError(f"cannot be read as an image ({_short(error)})", where=str(path)) from None
-    return MediaFacts(*((height, width) if turned else (width, height)), 1, 0.0, transparent)
+    return MediaFacts(*((height, width) if turned else (width, height)), 1, 0.0, transparent, profiled=profiled)
 
 
 def _decode_image(path: Path) -> None:

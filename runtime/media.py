@@ -10,6 +10,7 @@ from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from wangen.generator.colours import in_srgb
 from wangen.generator.dataset import DECODING_ERRORS, media_of, read_facts
 from wangen.generator.errors import WangenError, many
 from wangen.generator.manifests import read_manifest
@@ -113,7 +114,7 @@ def load_image(
         path: the image.
         size: (width, height) in pixels that it covers and is cropped to.
         background: the colour behind what is transparent, as `#rrggbb`.
-        grey: as a mask: (1, 1, H, W), transparency over black, resized bilinearly.
+        grey: as a mask: (1, 1, H, W), transparency over black, whatever its profile, resized bilinearly.
         whole: resized to `size` with nothing cropped, for sizes of nearly the same aspect ratio.
 
     Raises:
@@ -125,16 +126,18 @@ def load_image(
     if whole:
         resized = open_image(path, background).resize(size, Image.Resampling.LANCZOS)
         return np.asarray(resized).transpose(2, 0, 1)[:, None]
-    frame = np.asarray(fit(open_image(path, "#000000" if grey else background), size, grey=grey))
+    image = open_image(path, "#000000" if grey else background, as_stored=grey)
+    frame = np.asarray(fit(image, size, grey=grey))
     return frame[None, None] if grey else frame.transpose(2, 0, 1)[:, None]
 
 
-def open_image(path: Path, background: str = WHITE) -> "Image.Image":
+def open_image(path: Path, background: str = WHITE, *, as_stored: bool = False) -> "Image.Image":
     """An image upright and in RGB; the first of an animation.
 
     Args:
         path: the image.
         background: the colour behind what is transparent, as `#rrggbb`.
+        as_stored: its numbers, whatever its colour profile says; else they are brought to sRGB.
 
     Raises:
         WangenError: the file cannot be decoded.
@@ -143,7 +146,8 @@ def open_image(path: Path, background: str = WHITE) -> "Image.Image":
 
     try:
         with open_picture(path) as image:
-            return _rgb(ImageOps.exif_transpose(image), background)
+            upright = ImageOps.exif_transpose(image)
+            return _rgb(upright if as_stored else in_srgb(upright), background)
     except (*DECODING_ERRORS, Image.DecompressionBombError) as error:
         raise undecodable(path, error) from None
 

@@ -30,6 +30,7 @@ _NAMED = 20
 """Clips that a warning names; more are counted."""
 
 LANCZOS = "lanczos, cover, centre"
+IN_SRGB = "to sRGB, by the profile"
 LANCZOS_WHOLE = "lanczos, whole"
 BILINEAR = "bilinear, cover, centre"
 """Of masks: Lanczos would draw lines of light and dark along their edges."""
@@ -130,6 +131,7 @@ class Sample:
         stride = {"stride_frames": self.stride_frames, "stride_px": self.stride_px}
         recipe = self._cut(self.item.mask, self.mask, BILINEAR) | stride
         recipe.pop("background", None)  # what is transparent in a mask does not count
+        recipe.pop("colours", None)
         return recipe
 
     def text_recipes(self) -> list[dict[str, Any]]:
@@ -150,6 +152,8 @@ class Sample:
         recipe: dict[str, Any] = {"caption": caption, "prompt": digest(asdict(self.prompt))}
         if self.prompt.picture:
             recipe["controls"] = [source.digest for source in self.controls]
+            if any(source.facts.profiled for source in self.controls):
+                recipe["colours"] = IN_SRGB
             if self.entry.background_color != WHITE and any(source.facts.transparent for source in self.controls):
                 recipe["background"] = self.entry.background_color
         return recipe
@@ -171,6 +175,8 @@ class Sample:
         if not still:
             return recipe | {"start": self.start, "frames": self.count, "fps": self.fps, "source_fps": source_fps}
         recipe["frames"] = self.count
+        if source.facts.profiled:
+            recipe["colours"] = IN_SRGB
         if self.entry.background_color != WHITE and source.facts.transparent:
             recipe["background"] = self.entry.background_color
         return recipe

@@ -16,6 +16,7 @@ _FIXED = {
     "mask": "the mask changed",
     "resize": "the resizing recipe changed",
     "aspect": "the shape of the video's pixels, which are made square, changed",
+    "colours": "whether the picture's colour profile is followed changed",
     "mirrored": "whether the video is mirrored as it says changed",
     "condition": "the way the condition is made changed",
 }
