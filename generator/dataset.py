@@ -18,7 +18,7 @@ from wangen.generator.install import require_library
 from wangen.generator.npz import SUFFIX, is_npz, is_other_archive, read_npz_facts
 from wangen.generator.paths import windows_name_problem
 from wangen.generator.pictures import open_picture
-from wangen.generator.videos import aspect_of, flip_of, open_video, packet_times, square_size
+from wangen.generator.videos import CLOCK_FRAMES, aspect_of, clock_of, flip_of, open_video, packet_times, square_size
 
 IMAGE_SUFFIXES = frozenset({".png", ".jpg", ".jpeg", ".webp", ".bmp", ".avif"})
 VIDEO_SUFFIXES = frozenset(
@@ -54,6 +54,7 @@ class MediaFacts:
         mirrored: a video whose file says that its picture be mirrored.
         aspect: width of a video's stored pixel as a part of its height.
         profiled: an image whose colour profile says other colours than sRGB's.
+        clock_s: steps in which a video's stamps are rounded, where they are coarser than its own clock's; else 0.
     """
 
     width: int
@@ -65,6 +66,7 @@ class MediaFacts:
     mirrored: bool = False
     aspect: float = 1.0
     profiled: bool = False
+    clock_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -389,7 +391,9 @@ def _video_facts(path: Path) -> MediaFacts:
     if known := [(time, ticks) for time, ticks in times if time is not None]:
         first, (last, last_duration) = min(known)[0], max(known)
         duration_s = (last - first) * time_base + (last_duration * time_base or frame_s)
-    return MediaFacts(width, height, len(times), duration_s, rate=rate, mirrored=mirrored, aspect=aspect)
+    clock_s = clock_of((time for time, _ in times[:CLOCK_FRAMES]), time_base)
+    return MediaFacts(width, height, len(times), duration_s, rate=rate, mirrored=mirrored, aspect=aspect,
+                      clock_s=round(clock_s, 7) if clock_s > time_base else 0.0)  # fmt: skip
 
 
 def _short(error: BaseException) -> str:

@@ -110,6 +110,8 @@ def manner(facts: MediaFacts, fps: int | None, source_fps: float | None = None) 
         found["pace"] = pace
     if facts.mirrored:
         found["mirrored"] = True
+    if fps is not None and not source_fps and facts.clock_s:
+        found["clock"] = facts.clock_s
     return found
 
 

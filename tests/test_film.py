@@ -60,6 +60,18 @@ def test_frames_of_nearly_the_models_rate_come_one_for_one(tmp_path: Path, kind:
             assert numbers(frames.transpose(1, 2, 3, 0)) == wanted, (kind, decoder)
 
 
+@pytest.mark.parametrize("rate", [16, 24, 30])
+@pytest.mark.parametrize("decoder", [{}, {"decoder": StandIn()}])
+def test_stamps_in_milliseconds_on_a_finer_clock_are_taken_as_an_mkvs(tmp_path: Path, rate: int, decoder: dict):
+    """As of a recording that was copied into an mp4: of 81 frames at 24 fps 27 came twice, and as many never."""
+    path = of_times(tmp_path / "a.mp4", Fraction(rate))
+    assert read_facts(path).clock_s == 0.001
+    assert read_facts(film(tmp_path / "b.mp4", Fraction(rate))).clock_s == 0, "exact"
+    frames = load_clip(path, SIZE, 0, 100, rate, **decoder)
+    frames = 255 - frames if decoder else frames
+    assert numbers(frames.transpose(1, 2, 3, 0)) == list(range(100))
+
+
 def test_a_source_fps_of_nearly_the_models_rate_takes_every_frame(tmp_path: Path):
     path = film(tmp_path / "a.mp4", Fraction(25))
     assert resampled_frames(read_facts(path), 24, 23.976) == 100
@@ -79,6 +91,9 @@ def test_only_recipes_of_such_clips_differ_from_those_of_before(tmp_path: Path):
     assert sample.latent_recipe() == {"source": sample.source.digest, **old, "pace": float(FILM)}
     assert sample.mask_recipe()["pace"] == float(FILM)
     (slower,) = samples_of(write_toml(tmp_path, CLIPS))
+    of_times(tmp_path / "depth/walk.mp4", Fraction(24), 40)
+    (copied,) = samples_of(write_toml(tmp_path, CLIPS), MODEL_24)
+    assert copied.control_recipe(0) == {"source": copied.controls[0].digest, **old, "clock": 0.001}
     assert "pace" not in json.dumps([slower.latent_recipe(), slower.control_recipe(0), slower.mask_recipe()])
 
 

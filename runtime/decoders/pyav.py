@@ -10,7 +10,7 @@ from wangen.generator.errors import WangenError
 from wangen.generator.npz import is_npz, read_npz
 from wangen.generator.pace import pace_of
 from wangen.generator.videos import aspect_of, flip_of, open_video, square_size
-from wangen.runtime.decoders.stamps import EXACT_S, slack, ticks_as_shown
+from wangen.runtime.decoders.stamps import EXACT_S, clock, slack, ticks_as_shown
 from wangen.runtime.numbered_frames import StoredFrame, numbered_frames, undecodable
 from wangen.runtime.sources import FileState, state_of
 
@@ -77,7 +77,7 @@ def timed(path: Path, source_fps: float | None) -> Iterator[tuple[float, Any, fl
             stream = container.streams.video[0]
             stream.thread_type = "AUTO"
             tick_s = float(stream.time_base or 0)
-            slack_s = slack(tick_s, source_fps)
+            slack_s = slack(0.0 if source_fps else clock(path), source_fps)
             rate = source_fps or float(stream.average_rate or 25)
             ticks = ticks_as_shown(path, container)
             number = -1

@@ -9,13 +9,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import lru_cache
-from itertools import pairwise
+from itertools import islice, pairwise
 from pathlib import Path
 from typing import Any
 
 from wangen.generator.errors import WangenError
 from wangen.generator.pace import pace_of
-from wangen.generator.videos import open_video
+from wangen.generator.videos import CLOCK_FRAMES, COARSE_S, clock_of, open_video
 from wangen.runtime.sources import FileState, state_of
 
 _INDEXED = {"mov", "matroska"}
@@ -27,8 +27,6 @@ _KNOWN = 16
 
 EXACT_S = 5e-7
 """Time stamps that differ by less are the same: this absorbs the rounding of floating point."""
-COARSE_S = 0.002
-"""A longer tick is the duration of a frame, and stamps in it are exact; a shorter one is a clock that rounds them."""
 
 
 @dataclass(frozen=True)
@@ -42,6 +40,7 @@ class Stamps:
         last_ticks: how long the last frame is shown; 0 where it is not said.
         rate: average frames per second.
         stream: number of the video stream among all of the file.
+        clock_s: as `clock_of` says.
     """
 
     frames: Sequence[int] = ()
@@ -50,13 +49,14 @@ class Stamps:
     last_ticks: int = 0
     rate: float = 25.0
     stream: int = 0
+    clock_s: float = 0.0
 
     def shown(self, span: range, fps: float, source_fps: float | None) -> list[int]:
         """The numbers of the frames on screen at k / fps seconds for each k of `span`; fewer where the video ends.
 
         By the rules of `pyav.shown_frames`, which decodes.
         """
-        slack_s = slack(float(self.tick), source_fps)
+        slack_s = slack(self.clock_s, source_fps)
         if source_fps:
             times_s = [number / source_fps for number in range(len(self.frames) + 1)]
         else:
@@ -70,13 +70,35 @@ class Stamps:
         return [bisect_right(starts_s, k / pace.fps + pace.within_s) - 1 for k in span if k / pace.fps < last_s]
 
 
-def slack(tick_s: float, source_fps: float | None) -> float:
+def slack(clock_s: float, source_fps: float | None) -> float:
     """How much earlier than its stamp a frame may be shown, in seconds.
 
     62 or 63 ms of a container that counts in milliseconds stand for the 62.5 ms of 16 frames per second, and no frame
     may come late because its stamp was rounded up.
+
+    Args:
+        clock_s: the steps in which stamps are rounded, as `clock_of` says.
+        source_fps: the rate that replaces them, if any.
     """
-    return EXACT_S + (tick_s if tick_s < COARSE_S and not source_fps else 0.0)
+    return EXACT_S + (clock_s if clock_s < COARSE_S and not source_fps else 0.0)
+
+
+def clock(path: Path) -> float:
+    """As `clock_of`, of a video.
+
+    Raises:
+        av.FFmpegError, OSError: it cannot be read.
+    """
+    return _clock(path, state_of(path))
+
+
+@lru_cache(maxsize=1024)
+def _clock(path: Path, _state: FileState | None) -> float:
+    """That of a file in this state."""
+    with open_video(path) as container:
+        stream = container.streams.video[0]
+        packets = (packet for packet in container.demux(stream) if packet.size and not packet.is_discard)
+        return clock_of((packet.pts for packet in islice(packets, CLOCK_FRAMES)), float(stream.time_base or 0))
 
 
 def stamps_of(path: Path) -> Stamps:
@@ -136,4 +158,5 @@ def _stamps(path: Path, _state: FileState | None) -> Stamps:
             return Stamps()
         keys = [pts for pts, is_key, _ in packets if is_key]
         rate = float(stream.average_rate or 25)
-        return Stamps(frames, keys, Fraction(stream.time_base), packets[-1][2], rate, stream.index)
+        last_ticks = packets[-1][2]
+    return Stamps(frames, keys, Fraction(stream.time_base), last_ticks, rate, stream.index, clock(path))
