@@ -5,11 +5,10 @@ import re
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
-from difflib import get_close_matches
 from pathlib import Path
 
 from wangen.generator import scripts
-from wangen.generator.errors import WangenError
+from wangen.generator.errors import WangenError, did_you_mean
 from wangen.generator.finding import Finding
 from wangen.generator.lock import IN_SCRIPT
 from wangen.generator.quoting import QUOTES
@@ -70,8 +69,7 @@ def _wrong_knobs(data: bytes, shell: str) -> Iterator[tuple[str, str]]:
     unset = [name for name in used if name not in knobs]
     for name in knobs:
         if name not in used:
-            near = get_close_matches(name, unset or used, 1)
-            yield f"no step uses the knob {name}", f"did you mean {near[0]}?" if near else "take its line out"
+            yield f"no step uses the knob {name}", did_you_mean(name, unset or used, "take its line out")
     for name in unset:
         if name not in named:
             yield f"the knob {name} is not set", f"write it into the block of knobs, with {_VALUE}, or publish again"
