@@ -42,6 +42,16 @@ def takes_vae(model: Model, kinds: Sequence[str]) -> str:
     return f"a {_OF[model.architecture]} VAE" if list(kinds) == [KIND] and model.architecture in _OF else ""
 
 
+def vae_of(model: Model) -> str:
+    """Whose of the two VAEs a model has; empty where it has another.
+
+    >>> from wangen import profiles
+    >>> vae_of(profiles.model("qwen-image")), vae_of(profiles.model("ti2v-5B"))
+    ('Qwen-Image', '')
+    """
+    return _OF.get(model.architecture, "") if model.kind_of("vae") == KIND else ""
+
+
 def twin_warning(path: Path | None, model: Model) -> str:
     """What to say of a VAE that is, by its name or its configuration, the other one's; empty where nothing says so.
 
@@ -49,8 +59,8 @@ def twin_warning(path: Path | None, model: Model) -> str:
         path: given to `--vae`, a file or a folder.
         model: what it was given for.
     """
-    own = _OF.get(model.architecture, "")
-    if path is None or not own or model.kind_of("vae") != KIND:
+    own = vae_of(model)
+    if path is None or not own:
         return ""
     with suppress(WangenError):  # a file that cannot be read is refused elsewhere
         for file in shards(path, "--vae"):

@@ -11,10 +11,12 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
+from wangen import profiles
 from wangen.generator.bulk import bulk
 from wangen.generator.errors import UsageError, WangenError, in_line, many
 from wangen.generator.session import Report
 from wangen.generator.steps import CacheStep
+from wangen.generator.vae_twins import vae_of
 from wangen.runtime.cache import Encoder, Folder, Kind, Recipe
 from wangen.runtime.cache.leftovers import sweep
 from wangen.runtime.cache.needed import ClaimError, DatasetNeeds
@@ -50,8 +52,12 @@ def fill(options: CacheStep, samples: Sequence[Sample], encoders: Mapping[Kind, 
     shard = Shard.parse(options.shard)
     folders = [Folder(path) for path in by_cache_folder(samples)]
     wants = {kind: wanted(folders, samples, kind) for kind in encoders}
-    records: list[Record] = [(DatasetNeeds(folder, options.dataset, kind), encoder, _keys(wants[kind], folder, encoder))
-                           for folder in folders for kind, encoder in encoders.items()]  # fmt: skip
+    vae = vae_of(profiles.model(options.task)) if options.task else ""
+    records: list[Record] = [
+        (DatasetNeeds(folder, options.dataset, kind, vae if kind == "latent" else ""), encoder,
+         _keys(wants[kind], folder, encoder))
+        for folder in folders for kind, encoder in encoders.items()
+    ]  # fmt: skip
     for record, encoder, keys in records:  # before the folders are looked at: what is found there then stays there
         record.extend(keys, encoder)
     with bulk():

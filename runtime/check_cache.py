@@ -81,7 +81,7 @@ def run(options: CheckCache) -> Report:
     rows = _rows(folders, samples, encoders)
     needs = _unique(need for row in rows for need in row.needs)
     bad = [need for need in needs if need.verdict.state != "valid"]
-    foreign = foreign_latents(needs, model)
+    foreign = foreign_latents(needs, model, options.dataset)
     problems = [problem(need) for need in bad] or _others(options, folders, samples, encoders)
     problems += [foreign] if foreign else []
     _print(rows, bad, problems)

@@ -160,7 +160,7 @@ def find_entries(
     bad = [need for need in _bad(needs) if place_of(need) not in held]
     if bad:
         raise _lacking(options, bad)
-    if foreign := foreign_latents((need for need in needs if place_of(need) not in held), model):
+    if foreign := foreign_latents((need for need in needs if place_of(need) not in held), model, options.dataset):
         raise WangenError(foreign, where=str(options.dataset), cure=f"run cache_latents with --task {model.name}")
     entries = {place_of(need): held.get(place_of(need)) or need.verdict.entry for need in needs}
     with bulk():

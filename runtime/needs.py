@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Literal, Protocol, Self
 
 from wangen.generator.bulk import bulk
 from wangen.generator.errors import WangenError, many
+from wangen.generator.vae_twins import vae_of
 from wangen.profiles import Model
 from wangen.runtime.cache import TEXT_KINDS, Encoder, Folder, Kind, Recipe, Verdict
 from wangen.runtime.cache.needed import DatasetNeeds
@@ -122,18 +123,21 @@ def wanted(folders: Iterable[Folder], samples: Sequence[Sample], kind: Kind) -> 
     return wants
 
 
-def foreign_latents(needs: Iterable[Need], model: Model) -> str:
+def foreign_latents(needs: Iterable[Need], model: Model, dataset_config: Path) -> str:
     """What is wrong when valid latents are of another model's VAE; empty when they are not.
 
-    One entry speaks for all, since one encoder made them.
+    One entry speaks for all, since one encoder made them. Of the two VAEs with the same tensors the caching run has
+    noted whose it was.
     """
-    for need in needs:
-        if need.verdict.entry and need.recipe.kind == "latent":
-            found = num_channels(need.verdict.entry)
-            if found == model.latent_channels:
-                break
+    latents = [need for need in needs if need.verdict.entry and need.recipe.kind == "latent"]
+    for entry in (need.verdict.entry for need in latents[:1]):
+        if entry and (found := num_channels(entry)) != model.latent_channels:
             return (f"the latents have {found} channels, where {model.name} takes {model.latent_channels}: the last "
                     "caching run was with another model's VAE")  # fmt: skip
+    own = vae_of(model)
+    for folder in {need.folder.path: need.folder for need in latents}.values() if own else ():
+        if (whose := DatasetNeeds(folder, dataset_config, "latent").vae) and whose != own:
+            return f"the latents are of {whose}'s VAE by the last caching run, where {model.name} takes {own}'s"
     return ""
 
 

@@ -23,7 +23,8 @@ from wangen.runtime.cache import Folder
 from wangen.runtime.cache.index import INDEX
 from wangen.runtime.check_cache import _say_how_deep
 from wangen.runtime.loader import find_entries
-from wangen.runtime.samples import read_samples
+from wangen.runtime.needs import foreign_latents, judge
+from wangen.runtime.samples import by_cache_folder, read_samples
 
 pytest_plugins = ("bundle_fixtures",)
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -326,3 +327,29 @@ def test_latents_of_another_models_vae_are_no_cache_of_this_one(bundle: Bundle, 
     with pytest.raises(WangenError, match=words) as error:
         find_entries(options, MODEL, read_samples(options, MODEL))
     assert error.value.cure == "run cache_latents with --task t2v-1.3B"
+
+
+def test_latents_of_the_vae_with_the_same_tensors_are_known_by_the_last_caching_run(bundle: Bundle, capsys):
+    """Wan 2.1's and Qwen-Image's both give 16 channels."""
+    write_toml(bundle, clips=False)
+    bundle.latents("--task", "t2v-1.3B")
+    qwen, wan = (Train(dataset_config=bundle.toml, task=task, output_dir=bundle.folder, output_name="none")
+                 for task in ("qwen-image", "t2v-1.3B"))  # fmt: skip
+    words = "the latents are of Wan 2.1's VAE by the last caching run, where qwen-image takes Qwen-Image's"
+
+    def foreign(options: Train) -> str:
+        model = profiles.model(options.task)
+        samples = read_samples(options, model)
+        folders = [Folder(path) for path in by_cache_folder(samples)]
+        return foreign_latents(judge(folders, samples, "latent", None), model, options.dataset)
+
+    assert (foreign(qwen), foreign(wan)) == (words, "")
+    bundle.latents("--task", "i2v-14B", "--keep_cache")
+    assert (foreign(qwen), foreign(wan)) == (words, ""), "which has the same"
+    bundle.latents()
+    assert foreign(qwen) == words, "a run that does not say it changes nothing"
+    capsys.readouterr()
+    assert bundle.check("--task", "qwen-image") == 1
+    assert words in capsys.readouterr().err
+    bundle.latents("--task", "qwen-image")
+    assert (foreign(qwen), foreign(wan) != "") == ("", True)

@@ -4,7 +4,7 @@ import hashlib
 import json
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
 from wangen.generator.errors import WangenError, read_cure, unreadable
@@ -35,12 +35,13 @@ class DatasetNeeds:
     runs stay: the encoder tells which of them are the last run's.
     """
 
-    def __init__(self, folder: Folder, dataset_config: Path, kind: Kind) -> None:
+    def __init__(self, folder: Folder, dataset_config: Path, kind: Kind, vae: str = "") -> None:
         self._dataset = relative_name(dataset_config, folder.path)
         dataset = hashlib.sha256(self._dataset.encode()).hexdigest()[:20]
         self.folder = folder
         self.kind = kind
         self.path = folder.path / f".wangen-needs-{dataset}.{kind}.json"
+        self._vae = vae
         self._before: _Needed | None = None
 
     @property
@@ -57,6 +58,15 @@ class DatasetNeeds:
         """The encoder that was on record when `extend` was called; None when there was none."""
         return self._before.encoder if self._before else None
 
+    @property
+    def vae(self) -> str:
+        """Whose VAE the last run was with, of two that entries cannot be told by; empty where it did not say.
+
+        Raises:
+            ClaimError: the file cannot be read.
+        """
+        return self._recorded().vae
+
     def extend(self, keys: set[str], encoder: Encoder) -> None:
         """Need these keys too: before anything is encoded, so that a killed run's entries are not forgotten.
 
@@ -67,9 +77,9 @@ class DatasetNeeds:
         """
         recorded = self._recorded()
         self._before = recorded
-        if recorded != _Needed(recorded.keys | keys, encoder):
+        if recorded != self._needed(recorded.keys | keys, encoder):
             with self._alone():
-                self._write(self._recorded().keys | keys, encoder)
+                self._write(self._needed(self._recorded().keys | keys, encoder))
 
     def take_back(self) -> None:
         """Have the encoder on record that was there before `extend`, if one was: the other has made nothing.
@@ -79,7 +89,7 @@ class DatasetNeeds:
         """
         if self._before and self._before.encoder not in (None, self.encoder):
             with self._alone():
-                self._write(self._recorded().keys, self._before.encoder)
+                self._write(replace(self._before, keys=self._recorded().keys))
 
     def reduce(self, keys: set[str], encoder: Encoder) -> int:
         """Need these keys alone and remove what nobody needs any more; returns how many entries were removed.
@@ -91,7 +101,7 @@ class DatasetNeeds:
             WangenError: the folder cannot be written.
         """
         twins = self._twins(keys)
-        if not twins and self._recorded() == _Needed(keys, encoder):
+        if not twins and self._recorded() == self._needed(keys, encoder):
             return 0
         with self._alone():
             recorded = self._recorded().keys
@@ -100,7 +110,7 @@ class DatasetNeeds:
             unneeded = self._entries(dropped - others)
             stuck = remove_entries([*unneeded, *twins])
             # Only now: a run that is killed on the way must not forget what was still to be removed.
-            self._write(recorded - dropped | {entry.key for entry in stuck} | keys, encoder)
+            self._write(self._needed(recorded - dropped | {entry.key for entry in stuck} | keys, encoder))
         return len(unneeded) + len(twins) - len(stuck)
 
     def _entries(self, keys: set[str]) -> list[Entry]:
@@ -132,10 +142,15 @@ class DatasetNeeds:
         except BrokenClaimError:
             return _Needed()
 
-    def _write(self, keys: set[str], encoder: Encoder) -> None:
-        if self._recorded() != _Needed(keys, encoder):
-            values = {"dataset": self._dataset, "encoder": asdict(encoder), "keys": sorted(keys)}
-            write_text(self.path, json.dumps(values))
+    def _needed(self, keys: set[str], encoder: Encoder) -> "_Needed":
+        """These keys of this encoder; whose VAE that is stays on record where this run does not say it."""
+        recorded = self._recorded()
+        return _Needed(keys, encoder, self._vae or (recorded.vae if recorded.encoder == encoder else ""))
+
+    def _write(self, needed: "_Needed") -> None:
+        if needed.encoder and self._recorded() != needed:
+            values = {"dataset": self._dataset, "encoder": asdict(needed.encoder), "keys": sorted(needed.keys)}
+            write_text(self.path, json.dumps(values | ({"vae": needed.vae} if needed.vae else {})))
 
     @contextmanager
     def _alone(self) -> Iterator[None]:
@@ -155,6 +170,7 @@ class _Needed:
 
     keys: set[str] = field(default_factory=set)
     encoder: Encoder | None = None
+    vae: str = ""
 
 
 def _read_needs(path: Path) -> _Needed:
@@ -167,7 +183,7 @@ def _read_needs(path: Path) -> _Needed:
     try:
         values = json.loads(path.read_text(encoding="utf-8"))
         encoder = Encoder(str(values["encoder"]["identity"]), str(values["encoder"]["dtype"]))
-        return _Needed({str(key) for key in values["keys"]}, encoder)
+        return _Needed({str(key) for key in values["keys"]}, encoder, str(values.get("vae", "")))
     except FileNotFoundError:
         return _Needed()
     except OSError as error:
