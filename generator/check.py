@@ -14,13 +14,13 @@ from wangen import profiles
 from wangen.generator import experts, kinds
 from wangen.generator.bundle import is_called
 from wangen.generator.cache_sizes import Encoding, asked_texts, cached_bytes, encoding_of, sample_bytes, text_bytes
-from wangen.generator.dataset import Item, media_of, read_facts
+from wangen.generator.dataset import Item, read_facts
 from wangen.generator.edit_tasks import task_warning
 from wangen.generator.errors import WangenError, many
 from wangen.generator.files import full_disks, nearest_existing
 from wangen.generator.finding import Finding
-from wangen.generator.geometry import clip_fault, clip_frames, misfit, windows
-from wangen.generator.items import read_items, unsuited
+from wangen.generator.geometry import clip_frames, windows
+from wangen.generator.items import misfits, read_items
 from wangen.generator.lock import IN_SCRIPT
 from wangen.generator.own_script import Placed, read_own_script
 from wangen.generator.paths import is_foreign
@@ -205,7 +205,7 @@ class _Survey:
 
 
 def _survey(entry: DatasetEntry, model: profiles.Model, encoding: Encoding) -> _Survey:
-    survey, fps = _Survey(entry), model.fps
+    survey = _Survey(entry)
     for path in entry.folders:
         if is_foreign(path.as_posix(), machine_of(host_platform_name())):
             cure = "write the path as this machine sees it, or publish for this platform"
@@ -221,30 +221,15 @@ def _survey(entry: DatasetEntry, model: profiles.Model, encoding: Encoding) -> _
     survey.findings += [Finding(str(problem.path), problem.found, problem.cure) for problem in problems]
     facts_of = cache(read_facts)  # many lines of a manifest may name one video
     for item in items:
-        if wrong := unsuited(item, model):
-            survey.findings.append(Finding(str(item.path), *wrong))
+        if wrong := list(misfits(item, entry, model, facts_of)):
+            survey.findings += [Finding(str(problem.path), problem.found, problem.cure) for problem in wrong]
             continue
         clips = [(0, 1)]
         if item.media == "video":
-            facts = facts_of(item.path)
-            clips = windows(entry, clip_frames(item, facts, fps, entry.source_fps))
-            short = clip_fault(item, facts, entry, fps)
-            survey.findings += [Finding(str(item.path), *short)] if short else []
+            clips = windows(entry, clip_frames(item, facts_of(item.path), model.fps, entry.source_fps))
         survey.num_samples += len(clips)
-        survey.findings += _misfits(item, entry, fps)
         survey.cache_bytes += _cache_bytes(item, entry, [count for _, count in clips], model, encoding)
     return survey
-
-
-def _misfits(item: Item, entry: DatasetEntry, fps: int) -> Iterator[Finding]:
-    """Control media that are too short for their clip, and masks of another shape than their picture."""
-    if not item.companions:
-        return
-    facts = read_facts(item.path)
-    for path in item.companions:
-        still = media_of(path) == "image"
-        if wrong := misfit(facts, read_facts(path), entry, fps, still=still, mask=path == item.mask):
-            yield Finding(str(path), *wrong)
 
 
 def _cache_bytes(

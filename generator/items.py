@@ -3,7 +3,7 @@
 import logging
 import os
 import re
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,6 +12,7 @@ from wangen.generator.dataset import (
     BadItemError,
     Item,
     Media,
+    MediaFacts,
     Problem,
     folded,
     list_folder,
@@ -20,6 +21,7 @@ from wangen.generator.dataset import (
     unreadable,
 )
 from wangen.generator.errors import many, printable
+from wangen.generator.geometry import clip_fault, misfit
 from wangen.generator.manifests import read_manifest
 from wangen.generator.tomls import DatasetEntry
 from wangen.profiles import Model
@@ -88,6 +90,27 @@ def unsuited(item: Item, model: Model) -> tuple[str, str] | None:
             return found, fewer_controls(model)
         return found, "put them into control_directory of the dataset's TOML, or name them in a manifest's control_path"
     return None
+
+
+def misfits(item: Item, entry: DatasetEntry, model: Model, facts_of: Callable[[Path], MediaFacts]) -> Iterator[Problem]:
+    """Why a model cannot be trained on an item: its kind, a clip too short, control media and masks that do not fit.
+
+    Args:
+        item: with its companions.
+        entry: the block it belongs to.
+        model: that is to be trained.
+        facts_of: gives the facts of a file; asked where something depends on them.
+    """
+    if wrong := unsuited(item, model):
+        yield Problem(item.path, *wrong)
+        return
+    if item.media == "video" and (short := clip_fault(item, facts_of(item.path), entry, model.fps)):
+        yield Problem(item.path, *short)
+        return
+    for path in item.companions:
+        facts, still = facts_of(item.path), media_of(path) == "image"
+        if wrong := misfit(facts, facts_of(path), entry, model.fps, still=still, mask=path == item.mask):
+            yield Problem(path, *wrong)
 
 
 def fewer_controls(model: Model) -> str:

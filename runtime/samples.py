@@ -14,8 +14,8 @@ from wangen.generator.bulk import bulk
 from wangen.generator.dataset import NO_CAPTION, Item, Problem, media_of
 from wangen.generator.errors import WangenError, many, printable
 from wangen.generator.excerpts import FIRST, STEP
-from wangen.generator.geometry import TOO_SHORT, area_size, bucket_of, clip_fault, clip_frames, manner, misfit, windows
-from wangen.generator.items import read_items, unsuited
+from wangen.generator.geometry import TOO_SHORT, area_size, bucket_of, clip_frames, manner, windows
+from wangen.generator.items import misfits, read_items
 from wangen.generator.step_parts import SMOKE_ITEMS
 from wangen.generator.steps import CacheStep, CheckCache, Train
 from wangen.generator.toml_values import WHITE
@@ -249,7 +249,7 @@ def _read(
         for item in items:
             if not all(path in sources for path in (item.path, *item.companions)):
                 continue
-            wrong = list(_misfits(item, entry, sources, model))
+            wrong = list(misfits(item, entry, model, lambda path: sources[path].facts))  # noqa: B023 - used at once
             read.misfits += wrong
             if wrong:
                 continue
@@ -268,21 +268,6 @@ def _say_skipped(skipped: Mapping[int, Mapping[str, str]]) -> None:
         rest = f" … and {len(clips) - _NAMED} more" if len(clips) > _NAMED else ""
         names = ", ".join(map(printable, islice(clips.values(), _NAMED)))
         log.warning("    fewer than %d frames: %s%s", count, names, rest)
-
-
-def _misfits(item: Item, entry: DatasetEntry, sources: Mapping[Path, Source], model: Model) -> Iterator[Problem]:
-    """A clip too short for every window, control media and masks that do not fit their item or the model."""
-    if wrong := unsuited(item, model):
-        yield Problem(item.path, *wrong)
-        return
-    facts, fps = sources[item.path].facts, model.fps
-    if item.media == "video" and (short := clip_fault(item, facts, entry, fps)):
-        yield Problem(item.path, *short)
-        return
-    for path in item.companions:
-        still = media_of(path) == "image"
-        if wrong := misfit(facts, sources[path].facts, entry, fps, still=still, mask=path == item.mask):
-            yield Problem(path, *wrong)
 
 
 def _refused(problems: Sequence[Problem], dataset_config: Path) -> WangenError:
