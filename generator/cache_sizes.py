@@ -45,9 +45,24 @@ def encoding_of(steps: Iterable[Step], unsaid: Encoding) -> Encoding:
     return replace(unsaid, **said)
 
 
-def asked_texts(item: Item) -> tuple[str, ...]:
-    """What the text encoder is given for an item: the empty prompt, too, which dropout and guidance ask for."""
-    return *item.captions, ""
+class Texts:
+    """The texts of a dataset: each is encoded once for a cache folder, by models that are shown pictures once for each.
+
+    The empty prompt is among them, which dropout and guidance ask for.
+    """
+
+    def __init__(self, model: Model, encoding: Encoding) -> None:
+        self._model, self._encoding = model, encoding
+        self._known: set[tuple[Path, str, Path | None]] = set()
+
+    def added_bytes(self, item: Item, folder: Path) -> int:
+        """About what the texts of one more item take in its cache folder."""
+        shown = item.path if self._model.prompt and self._model.prompt.picture else None
+        new = {(folder, caption, shown) for caption in (*item.captions, "")} - self._known
+        self._known |= new
+        encoding, controls = self._encoding, len(item.controls)
+        each = (text_bytes(self._model, text, encoding.t5_dtype, controls, encoding.text_width) for _, text, _ in new)
+        return sum(each) + HEADER_BYTES * len(new)
 
 
 def tokens_of_words(text: str) -> int:

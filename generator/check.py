@@ -13,8 +13,8 @@ from pathlib import Path, PurePosixPath
 from wangen import profiles
 from wangen.generator import experts, kinds
 from wangen.generator.bundle import is_called
-from wangen.generator.cache_sizes import Encoding, asked_texts, cached_bytes, encoding_of, sample_bytes, text_bytes
-from wangen.generator.dataset import Item, read_facts
+from wangen.generator.cache_sizes import Encoding, Texts, cached_bytes, encoding_of, sample_bytes
+from wangen.generator.dataset import read_facts
 from wangen.generator.edit_tasks import task_warning
 from wangen.generator.errors import WangenError, many
 from wangen.generator.files import full_disks, nearest_existing
@@ -159,14 +159,15 @@ def examine(options: Check, entries: Sequence[DatasetEntry], steps: Iterable[Ste
         steps: of the script that runs this one; they say how the cache is made.
     """
     encoding = encoding_of((step for step in steps if isinstance(step, Step)), UNSAID)
-    surveys = [_survey(entry, profiles.model(options.task), encoding) for entry in entries]
+    model = profiles.model(options.task)
+    texts = Texts(model, encoding)
+    surveys = [_survey(entry, model, encoding, texts) for entry in entries]
     findings = [finding for survey in surveys for finding in survey.findings]
     to_cache = _to_cache(surveys)
     findings += [*_weights(options), *_read_later(options), *_folders(options, surveys), *_room(to_cache)]
     counts = {media: sum(s.num_items for s in surveys if s.entry.media == media) for media in ("image", "video")}
     # Blocks that share a folder find the same.
     num_resolutions = len({entry.resolution for entry in entries})
-    model = profiles.model(options.task)
     told = (_swapped(options), twin_warning(options.vae, model), task_warning(options.dit, model))
     warnings = dict.fromkeys(filter(None, (*(_incomplete(entry.directory) for entry in entries), *told)))
     num_taught = sum(survey.num_samples for survey in surveys if not survey.entry.is_reg)
@@ -204,7 +205,7 @@ class _Survey:
     findings: list[Finding] = field(default_factory=list)
 
 
-def _survey(entry: DatasetEntry, model: profiles.Model, encoding: Encoding) -> _Survey:
+def _survey(entry: DatasetEntry, model: profiles.Model, encoding: Encoding, texts: Texts) -> _Survey:
     survey = _Survey(entry)
     for path in entry.folders:
         if is_foreign(path.as_posix(), machine_of(host_platform_name())):
@@ -228,19 +229,10 @@ def _survey(entry: DatasetEntry, model: profiles.Model, encoding: Encoding) -> _
         if item.media == "video":
             clips = windows(entry, clip_frames(item, facts_of(item.path), model.fps, entry.source_fps))
         survey.num_samples += len(clips)
-        survey.cache_bytes += _cache_bytes(item, entry, [count for _, count in clips], model, encoding)
+        size, control = entry.resolution, entry.control_resolution
+        survey.cache_bytes += sum(sample_bytes(item, size, count, model, encoding, control) for _, count in clips)
+        survey.cache_bytes += texts.added_bytes(item, entry.cache_directory)
     return survey
-
-
-def _cache_bytes(
-    item: Item, entry: DatasetEntry, counts: Sequence[int], model: profiles.Model, encoding: Encoding
-) -> int:
-    """About what an item's entries take; `counts`: frames of its clips."""
-    area, control = entry.resolution, entry.control_resolution
-    latents = sum(sample_bytes(item, area, count, model, encoding, control) for count in counts)
-    return latents + sum(
-        text_bytes(model, caption, encoding.t5_dtype, len(item.controls)) for caption in asked_texts(item)
-    )
 
 
 def _folders(options: Check, surveys: list[_Survey]) -> Iterator[Finding]:

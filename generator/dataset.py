@@ -16,9 +16,10 @@ from wangen.generator.excerpts import Excerpt
 from wangen.generator.files import read_file
 from wangen.generator.install import require_library
 from wangen.generator.npz import SUFFIX, is_npz, is_other_archive, read_npz_facts
+from wangen.generator.pace import beat_of_packets, steady
 from wangen.generator.paths import windows_name_problem
 from wangen.generator.pictures import open_picture
-from wangen.generator.videos import CLOCK_FRAMES, aspect_of, clock_of, flip_of, open_video, packet_times, square_size
+from wangen.generator.videos import aspect_of, flip_of, open_video, packet_times, square_size
 
 IMAGE_SUFFIXES = frozenset({".png", ".jpg", ".jpeg", ".webp", ".bmp", ".avif"})
 VIDEO_SUFFIXES = frozenset(
@@ -50,11 +51,11 @@ class MediaFacts:
         num_frames: 1 for an image.
         duration_s: 0 for an image; else last frame's end minus first frame's start, in seconds.
         transparent: an image that may be transparent somewhere.
-        rate: average frames per second of a video, as the file says it; 0 where it says nothing.
+        rate: frames per second of a video, by its stamps; 0 where they do not come evenly.
         mirrored: a video whose file says that its picture be mirrored.
         aspect: width of a video's stored pixel as a part of its height.
         profiled: an image whose colour profile says other colours than sRGB's.
-        clock_s: steps in which a video's stamps are rounded, where they are coarser than its own clock's; else 0.
+        on_clock: a video's frames are on screen when its nearest whole rate says so.
     """
 
     width: int
@@ -66,7 +67,7 @@ class MediaFacts:
     mirrored: bool = False
     aspect: float = 1.0
     profiled: bool = False
-    clock_s: float = 0.0
+    on_clock: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -196,7 +197,8 @@ def read_facts(path: Path) -> MediaFacts:
     """
     if is_npz(path):
         clip = read_npz_facts(path)
-        return MediaFacts(clip.width, clip.height, clip.num_frames, clip.num_frames / clip.fps, rate=clip.fps)
+        on_clock = steady(clip.fps, num_frames := clip.num_frames).on_clock
+        return MediaFacts(clip.width, clip.height, num_frames, num_frames / clip.fps, rate=clip.fps, on_clock=on_clock)
     return _image_facts(path) if media_of(path) == "image" else _video_facts(path)
 
 
@@ -386,14 +388,12 @@ def _video_facts(path: Path) -> MediaFacts:
         times, time_base, rate = packet_times(path)
     except (av.FFmpegError, StopIteration, OSError) as error:
         raise WangenError(f"cannot be read as a video ({_short(error)})", where=str(path)) from None
-    frame_s = 1 / rate if rate else 0.0
-    duration_s = len(times) * frame_s
+    duration_s = len(times) / rate if rate else 0.0
     if known := [(time, ticks) for time, ticks in times if time is not None]:
         first, (last, last_duration) = min(known)[0], max(known)
-        duration_s = (last - first) * time_base + (last_duration * time_base or frame_s)
-    clock_s = clock_of((time for time, _ in times[:CLOCK_FRAMES]), time_base)
-    return MediaFacts(width, height, len(times), duration_s, rate=rate, mirrored=mirrored, aspect=aspect,
-                      clock_s=round(clock_s, 7) if clock_s > time_base else 0.0)  # fmt: skip
+        duration_s = (last - first) * time_base + (last_duration * time_base or (1 / rate if rate else 0.0))
+    own, on_clock = beat_of_packets([time for time, _ in times], time_base, rate)
+    return MediaFacts(width, height, len(times), duration_s, False, own, mirrored, aspect, on_clock=on_clock)
 
 
 def _short(error: BaseException) -> str:

@@ -5,7 +5,7 @@ from functools import cache
 from math import isqrt, sqrt
 
 from wangen.generator.dataset import Item, MediaFacts
-from wangen.generator.pace import pace_of
+from wangen.generator.pace import pace_of, steady
 from wangen.generator.toml_values import longest_clip
 from wangen.generator.tomls import DatasetEntry
 
@@ -90,8 +90,10 @@ def resampled_frames(facts: MediaFacts, fps: int, source_fps: float | None = Non
     >>> resampled_frames(MediaFacts(64, 48, 17, 1.062), fps=16)
     17
     """
-    duration_s = facts.num_frames / source_fps if source_fps else facts.duration_s
-    return max(1, int(duration_s * pace_of(fps, source_fps or facts.rate).fps + 0.5))
+    pace = pace_of(fps, source_fps or facts.rate)
+    rate = source_fps or (facts.rate if pace.within_s else 0.0)
+    duration_s = facts.num_frames / rate if rate else facts.duration_s
+    return max(1, int(duration_s * pace.fps + 0.5))
 
 
 def manner(facts: MediaFacts, fps: int | None, source_fps: float | None = None) -> Mapping[str, float]:
@@ -102,16 +104,16 @@ def manner(facts: MediaFacts, fps: int | None, source_fps: float | None = None) 
         fps: the model's frame rate; None where frames are taken by number.
         source_fps: the video's frame rate, when the container's own times are wrong.
 
-    >>> manner(MediaFacts(64, 48, 24, 1.0, rate=24.0), 24), manner(MediaFacts(64, 48, 24, 1.001, rate=23.976), 24)
+    >>> film = MediaFacts(64, 48, 24, 1.001, rate=23.976, on_clock=False)
+    >>> manner(MediaFacts(64, 48, 24, 1.0, rate=24.0), 24), manner(film, 24)
     ({}, {'pace': 23.976})
     """
     found: dict[str, float] = {}
-    if fps is not None and (pace := pace_of(fps, source_fps or facts.rate).fps) != fps:
-        found["pace"] = pace
+    on_clock = steady(source_fps, facts.num_frames).on_clock if source_fps else facts.on_clock
+    if fps is not None and not on_clock and (pace := pace_of(fps, source_fps or facts.rate)).within_s:
+        found["pace"] = round(pace.fps, 6)
     if facts.mirrored:
         found["mirrored"] = True
-    if fps is not None and not source_fps and facts.clock_s:
-        found["clock"] = facts.clock_s
     return found
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 from wangen.generator import workspace
 from wangen.generator.bundle import script_names
 from wangen.generator.dataset_settings import DatasetSettings
-from wangen.generator.errors import WangenError
+from wangen.generator.errors import WangenError, unreadable
 from wangen.generator.publish.command import origin_of
 from wangen.generator.publish.plan import BundlePlan, make_plan, memo_path
 from wangen.generator.publish.source import Source, read_source
@@ -25,8 +25,12 @@ def source_of(place: Workspace, slug: str, settings: DatasetSettings) -> Source 
         origin = origin_of(place, slug)
     except WangenError:
         return None
-    if not origin.exists():
+    try:
+        origin.stat()  # exists() takes other errors for an absence
+    except (FileNotFoundError, NotADirectoryError):
         return None
+    except OSError as error:
+        raise unreadable(origin, error) from None
     return read_source(origin, place.profile(settings.model), memo=memo_path(place, slug), keep_memo=False)
 
 

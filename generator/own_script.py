@@ -2,7 +2,7 @@
 
 import os
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -45,37 +45,44 @@ def read_own_script() -> OwnScript:
                 own.warnings.append(str(finding))
             else:
                 own.findings.append(finding)
-        for wrong in _wrong_knobs(data, shell):
-            own.findings.append(Finding(path.name, *wrong))
-        set_knobs = scripts.read_knobs(data)
-        lines = [list(_filled(line, set_knobs)) for line in scripts.marked_steps(data, shell)]
-        own.steps += [(f"{path.name}, {command}", step) for command, step in scripts.parsed(lines)]
+        for line in (invalid := scripts.invalid_knobs(data)):
+            own.findings.append(Finding(path.name, f"no knob is set by {line!r}", f"write {_VALUE}"))
+        lines, knobs = scripts.marked_steps(data, shell), scripts.read_knobs(data)
+        _judge_knobs(own, path.name, invalid, lines, knobs)
+        own.steps += [(f"{path.name}, {command}", step)
+                      for command, step in scripts.parsed([list(_filled(line, knobs)) for line in lines])]  # fmt: skip
     return own
 
 
-def _wrong_knobs(data: bytes, shell: str) -> Iterator[tuple[str, str]]:
-    """What is wrong with the block of knobs, and what to do: lines that set none, knobs that are not set or not used.
+def _judge_knobs(
+    own: OwnScript, name: str, invalid: Iterable[str], lines: Iterable[list[str]], knobs: Mapping[str, str]
+) -> None:
+    """Note knobs that are not set, and knobs that no step uses: of a step that was taken out, or misspelt.
 
-    Raises:
-        WangenError: a line of a step cannot be read, after the lines of the block.
+    Args:
+        own: gets what is found.
+        name: of the script.
+        invalid: lines of the block of knobs that set none.
+        lines: of the steps, with the knobs' names in them.
+        knobs: that are set.
     """
-    invalid = scripts.invalid_knobs(data)
-    for line in invalid:
-        yield f"no knob is set by {line!r}", f"write {_VALUE}"
-    named = {name for line in invalid for name in re.findall(r"[A-Z][A-Z0-9_]*", line.upper())}
-    words = [word for line in scripts.marked_steps(data, shell) for word in line]
-    used = dict.fromkeys(word.partition("\0")[2] for word in words if "\0" in word)
-    knobs = scripts.read_knobs(data)
-    unset = [name for name in used if name not in knobs]
-    for name in knobs:
-        if name not in used:
-            yield f"no step uses the knob {name}", did_you_mean(name, unset or used, "take its line out")
-    for name in unset:
-        if name not in named:
-            yield f"the knob {name} is not set", f"write it into the block of knobs, with {_VALUE}, or publish again"
+    used = dict.fromkeys(word.partition("\0")[2] for line in lines for word in line if "\0" in word)
+    unset = [knob for knob in used if knob not in knobs]
+    for knob in knobs:
+        if knob not in used:
+            said = Finding(name, f"no step uses the knob {knob}", did_you_mean(knob, unset, ""))
+            if said.cure:
+                own.findings.append(said)
+            else:
+                own.warnings.append(str(said))
+    told = {knob for line in invalid for knob in re.findall(r"[A-Z][A-Z0-9_]*", line.upper())}
+    for knob in unset:
+        if knob not in told:
+            cure = f"write it into the block of knobs, with {_VALUE}, or publish again"
+            own.findings.append(Finding(name, f"the knob {knob} is not set", cure))
 
 
-def _filled(words: Iterable[str], knobs: dict[str, str]) -> Iterator[str]:
+def _filled(words: Iterable[str], knobs: Mapping[str, str]) -> Iterator[str]:
     """A command line with the values of the knobs; a flag is left out where its knob is not set."""
     before: list[str] = []  # a flag whose value may follow
     for word in words:

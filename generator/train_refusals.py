@@ -10,7 +10,6 @@ from wangen.generator.adapter_settings import loraplus_ratio, settings_of_flags
 from wangen.generator.errors import UsageError, many
 from wangen.generator.expert_names import noise_of
 from wangen.generator.experts import choose_boundary
-from wangen.generator.formats import WEIGHT_SUFFIXES
 from wangen.generator.launch import asks_for_several
 from wangen.generator.sample_prompts import MAX_SEED
 from wangen.generator.steps import Train
@@ -23,6 +22,8 @@ MAX_VALIDATION_TIMESTEPS = 1000
 
 MOST_NAME_BYTES = 160
 """Of `--output_name`; a file's name has 255 at most on common disks, and experts, steps and layouts are added."""
+
+_ENDINGS = (".safetensors", ".pt", ".pth", ".ckpt")
 
 _AT_MOST = {"num_timestep_buckets": 10**6, "validation_timesteps": MAX_VALIDATION_TIMESTEPS}
 """Where memory or patience would end long before the range of a float32."""
@@ -61,7 +62,7 @@ def refuse_flags(options: Train) -> None:
     if not name.strip(" .") or Path(name).name != name:
         raise UsageError(f"--output_name is a file name without folders, got {name!r}",
                          cure="give the folder to --output_dir")  # fmt: skip
-    if Path(name).suffix.lower() in WEIGHT_SUFFIXES:
+    if Path(name).suffix.lower() in _ENDINGS:
         raise UsageError(f"--output_name {name!r} has the ending of a file, which is added to it",
                          cure=f"give {Path(name).stem!r}")  # fmt: skip
     if len(os.fsencode(name)) > MOST_NAME_BYTES:

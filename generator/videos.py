@@ -1,20 +1,11 @@
 """Videos of anybody's: what they say of themselves may be in any encoding, and how they are to be shown."""
 
 import struct
-from collections.abc import Iterable
-from itertools import pairwise
-from math import gcd
 from pathlib import Path
 from typing import Any
 
 from wangen.generator.install import require_library
 
-COARSE_S = 0.002
-"""A longer tick is the duration of a frame, and stamps in it are exact; a shorter one is a clock that rounds them."""
-CLOCK_FRAMES = 300
-"""So many frames show in what steps the stamps are rounded."""
-PARTS_OF_A_FRAME = 4
-"""A step in which stamps are rounded is at most such a part of a frame."""
 NEARLY_SQUARE = 0.01
 """Pixels whose sides differ by less are square."""
 
@@ -48,26 +39,6 @@ def packet_times(path: Path) -> tuple[list[tuple[int | None, int]], float, float
             if packet.size and not packet.is_discard
         ]
         return times, float(stream.time_base or 0), float(stream.average_rate or 0)
-
-
-def clock_of(times: Iterable[int | None], tick_s: float) -> float:
-    """In what steps a video's stamps are rounded, in seconds: its tick, or more where it was copied from such a file.
-
-    An mkv counts in milliseconds; copied into an mp4, its stamps are multiples of a millisecond on a finer clock. The
-    duration of a frame, of which exact stamps are multiples, is no such step.
-
-    Args:
-        times: of frames, in ticks; the first ones are enough.
-        tick_s: of the file's clock, in seconds.
-
-    >>> [round(1000 * clock_of(times, 1 / 16000), 3) for times in ([0, 672, 1328, 2000], [0, 1000, 2000, 4000])]
-    [1.0, 0.062]
-    """
-    known = sorted({time for time in times if time is not None})
-    lengths = [after - before for before, after in pairwise(known)]
-    step = gcd(*lengths)
-    is_rounded = lengths and step * PARTS_OF_A_FRAME <= min(lengths) and step * tick_s < COARSE_S
-    return step * tick_s if is_rounded else tick_s
 
 
 def aspect_of(stream: Any) -> float:

@@ -29,6 +29,7 @@ _FULL = re.compile(r"out of memory|can't allocate memory|ALLOC_FAILED", re.IGNOR
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
+_AUTO = ("flash3", "flash", "sdpa")
 _BACKENDS = {"sdpa": "native", "flash": "flash", "flash3": "_flash_3", "xformers": "xformers", "sage": "sage"}
 
 
@@ -271,7 +272,7 @@ def set_attention(transformer: Any, name: str, device: torch.device, dtype: torc
     # Its only use here is this choice; the note that backends are experimental says nothing to a user.
     logging.getLogger("diffusers.models.modeling_utils").setLevel(logging.ERROR)
     why = ""
-    for kernel in (*([] if name == "auto" else [name]), "flash3", "flash", "sdpa"):
+    for kernel in {"auto": _AUTO, "sdpa": ("sdpa",)}.get(name, (name, *_AUTO)):
         reason = _try_kernel(kernel, device, dtype, backward=backward)
         if reason is None:
             break

@@ -19,6 +19,7 @@ from typing import Any
 from killing import fork
 
 from wangen.generator.cli import main
+from wangen.generator.errors import WAS_STOPPED
 
 CRASHED = 99
 """The exit code of a line that ended in an error which nobody has put into words."""
@@ -53,7 +54,7 @@ class Outcome:
             return f"traceback: {self.said.strip().splitlines()[-1:]}"
         if NETWORK in self.said:
             return "opens a connection"
-        if self.code not in (0, 1, 2):
+        if self.code not in (0, 1, 2, WAS_STOPPED):
             return f"exit code {self.code}"
         told = [line for line in self.said.splitlines() if ": " in line]
         return "fails without a word" if self.code and not told else ""

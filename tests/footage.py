@@ -36,7 +36,7 @@ def numbers(frames: np.ndarray) -> list[int]:
 
 
 def write_video(
-    path: Path, frames: Sequence[np.ndarray], rate: Fraction | int = 25, *, times_ms: Sequence[int] | None = None,
+    path: Path, frames: Sequence[np.ndarray], rate: Fraction | int = 25, *, times_ms: Sequence[float] | None = None,
     codec: str = "libx264", format: str = "mp4", crf: int = 12, aspect: Fraction | None = None, bframes: int = 0,
 ) -> Path:  # fmt: skip
     """A video of frames (H, W, 3) uint8, at a rate or at these times; x264 sets few keyframes."""
@@ -55,7 +55,7 @@ def write_video(
         for number, pixels in enumerate(frames):
             frame = av.VideoFrame.from_ndarray(pixels, format="rgb24")
             if times_ms:
-                frame.pts, frame.time_base = times_ms[number] * 90, Fraction(1, 90000)
+                frame.pts, frame.time_base = round(times_ms[number] * 90), Fraction(1, 90000)
             container.mux(stream.encode(frame))
         container.mux(stream.encode())
     return path

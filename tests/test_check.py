@@ -16,10 +16,13 @@ from safetensors.torch import load_file, save_file
 from shells.bundles import bundle, steps
 from tiny_weights import write_tiny_wan
 
+from wangen import profiles
 from wangen.generator import scripts
-from wangen.generator.check import run
+from wangen.generator.cache_sizes import HEADER_BYTES, latent_bytes
+from wangen.generator.check import examine, run
 from wangen.generator.cli import main
 from wangen.generator.steps import Check, Train
+from wangen.generator.tomls import read_dataset
 
 VECTORS = Path(__file__).parent / "vectors"
 
@@ -346,3 +349,17 @@ def test_what_a_later_step_reads_has_to_be_there(good, tmp_path):
     assert problems(changed(good, reads=(tmp_path / "run", good.vae))) == []
     (found,) = problems(changed(good, reads=(tmp_path / "run", tmp_path / "start.safetensors")))
     assert found.startswith(f"{tmp_path / 'start.safetensors'}: a later step reads it, and it is not there")
+
+
+def test_a_text_that_many_items_share_needs_room_once(good, tmp_path):
+    """As the step that encodes makes it; the empty prompt too."""
+    entries = read_dataset(good.dataset, "all")
+    before = examine(good, entries).to_cache
+    for number in range(5):
+        shutil.copy(tmp_path / "media" / "a.jpg", tmp_path / "media" / f"more{number}.jpg")
+        shutil.copy(tmp_path / "media" / "a.txt", tmp_path / "media" / f"more{number}.txt")
+    after = examine(good, entries).to_cache
+    (folder,) = before
+    added = after[folder] - before[folder]
+    own = latent_bytes(profiles.model(good.task), (64, 64), 1, "float32")
+    assert added == 5 * (own + HEADER_BYTES)

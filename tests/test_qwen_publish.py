@@ -13,6 +13,7 @@ from tiny_qwen import TinyQwen, smaller
 
 from wangen import profiles
 from wangen.generator import check, scripts
+from wangen.generator.cache_sizes import Texts
 from wangen.generator.cli import main
 from wangen.generator.commands import parse
 from wangen.generator.steps import CacheLatents, CacheText, Check, CheckCache, Train, find_step
@@ -270,7 +271,7 @@ def test_control_images_of_their_own_size_need_room_of_their_own(tiny_qwen: Tiny
     for settings in ({}, {"control_resolution": [512, 256]}):
         made = make_edit_set(tmp_path / str(len(found)), tiny_qwen, **settings)
         (block,) = read_dataset(made.toml)
-        found.append(check._survey(block, model, check.UNSAID).cache_bytes)
+        found.append(check._survey(block, model, check.UNSAID, Texts(model, check.UNSAID)).cache_bytes)
     assert found[1] - found[0] == 3 * 16 * 4 * (64 * 32 - 8 * 8)  # three of 16 channels in float32
 
 
@@ -280,7 +281,7 @@ def test_the_room_for_the_cache_is_about_what_it_takes(tiny_qwen: TinyQwen, tmp_
     made = make_edit_set(tmp_path / "set", tiny_qwen).fill()
     (block,) = read_dataset(made.toml)
     model = profiles.model("qwen-image-edit")
-    estimate = check._survey(block, model, check.UNSAID).cache_bytes
+    estimate = check._survey(block, model, check.UNSAID, Texts(model, check.UNSAID)).cache_bytes
     files = {path: path.stat().st_size for path in (made.folder / "cache").glob("*.safetensors")}
     texts = sum(size for path, size in files.items() if "text_encoder_output" in path.name)
     real = sum(files.values()) - texts + texts * 3584 / 256 * 2 / 4

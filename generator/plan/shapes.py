@@ -5,7 +5,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 
-from wangen.generator.cache_sizes import HEADER_BYTES, Encoding, asked_texts, sample_bytes, text_bytes, text_rows
+from wangen.generator.cache_sizes import Encoding, Texts, sample_bytes, text_rows
 from wangen.generator.dataset import Item, MediaFacts, media_of, read_facts
 from wangen.generator.errors import WangenError, many
 from wangen.generator.geometry import area_size, bucket_of, clip_frames, windows
@@ -83,7 +83,7 @@ def survey(entries: Iterable[DatasetEntry], model: Model, encoding: Encoding) ->
     """
     found = Survey()
     facts_of = cache(read_facts)  # many lines of a manifest may name one video
-    texts: set[tuple[object, ...]] = set()
+    texts = Texts(model, encoding)
     rows = []
     for entry in entries:
         items, problems = read_items(entry, deep=False)
@@ -102,14 +102,7 @@ def survey(entries: Iterable[DatasetEntry], model: Model, encoding: Encoding) ->
                 found.cache_bytes += sample_bytes(
                     item, shape.size, shape.num_frames, model, encoding, shape.control_size
                 )
-            shown = item.path if model.prompt and model.prompt.picture else None
-            for caption in asked_texts(item):
-                if (key := (entry.cache_directory, caption, shown)) not in texts:
-                    texts.add(key)
-                    found.cache_bytes += HEADER_BYTES
-                    found.cache_bytes += text_bytes(
-                        model, caption, encoding.t5_dtype, len(item.controls), encoding.text_width
-                    )
+            found.cache_bytes += texts.added_bytes(item, entry.cache_directory)
             rows += [text_rows(model, caption, len(item.controls)) for caption in item.captions]
     found.text_rows = sum(rows), len(rows)
     return found

@@ -13,7 +13,7 @@ import click
 from wangen.generator import cards, workspace
 from wangen.generator.cards import Gpu
 from wangen.generator.dataset_settings import DatasetSettings
-from wangen.generator.errors import UsageError, WangenError, bytes_text, many
+from wangen.generator.errors import UsageError, WangenError, bytes_text, many, unreadable
 from wangen.generator.lock import hold
 from wangen.generator.paths import slugify
 from wangen.generator.plan import gpus
@@ -260,7 +260,7 @@ def origin_of(place: Workspace, slug: str) -> Path:
         return place.folder / source
     folder = place.folder / "datasets"
     others: dict[str, list[Path]] = {}
-    for path in sorted(folder.glob("*/")):
+    for path in _folders_in(folder):
         others.setdefault(_slug(path.name), []).append(path)
     found = others.get(slug, [])
     if len(found) > 1:
@@ -272,6 +272,20 @@ def origin_of(place: Workspace, slug: str) -> Path:
     near_words = f"did you mean {' or '.join(near)}? Else " if near else ""
     raise WangenError("there is no such dataset", where=str(folder / slug),
                       cure=f"{near_words}put the media there, or give --source FOLDER")  # fmt: skip
+
+
+def _folders_in(folder: Path) -> list[Path]:
+    """The folders in one, by name; none where it is not there.
+
+    Raises:
+        WangenError: it cannot be listed.
+    """
+    try:
+        return sorted(path for path in folder.iterdir() if path.is_dir())
+    except (FileNotFoundError, NotADirectoryError):
+        return []
+    except OSError as error:
+        raise unreadable(folder, error) from None
 
 
 def _slug(name: str) -> str:

@@ -26,14 +26,13 @@ _NAMED = {
     "frame_step": "the step from frame to frame in the video changed from {old} to {new}",
     "frames": "the number of frames changed from {old} to {new}",
     "fps": "the model's frame rate changed from {old} to {new} fps",
-    "clock": "the steps in which the video's stamps are rounded changed from {old} to {new} s",
     "pace": "the rate at which the video's frames are taken changed from {old} to {new}",
     "stride_frames": "the VAE's frames per latent frame changed from {old} to {new}",
     "stride_px": "the VAE's pixels per latent cell changed from {old} to {new}",
     "source_fps": "source_fps changed from {old} to {new}",
     "background": "the background behind transparent pixels changed from {old} to {new}",
 }
-_UNSET = {"source_fps": "the file's own", "pace": "the model's", "clock": "the file's own clock", "background": "white"}
+_UNSET = {"source_fps": "the file's own", "pace": "the model's", "background": "white"}
 
 
 def differences(entry: Entry, recipe: Recipe, encoder: Encoder | None) -> tuple[str, ...]:

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any
 
 from wangen.generator.errors import WangenError
 from wangen.generator.npz import is_npz, read_npz
-from wangen.generator.pace import pace_of
+from wangen.generator.pace import EXACT_S, pace_of, slack
 from wangen.generator.videos import aspect_of, flip_of, open_video, square_size
-from wangen.runtime.decoders.stamps import EXACT_S, clock, slack, ticks_as_shown
+from wangen.runtime.decoders.stamps import beat, ticks_as_shown
 from wangen.runtime.numbered_frames import StoredFrame, numbered_frames, undecodable
 from wangen.runtime.sources import FileState, state_of
 
@@ -49,17 +49,20 @@ def shown_frames(path: Path, fps: float, source_fps: float | None = None) -> Ite
     """
     held: Any = None
     wanted = 0
+    before_s = 0.0
     for time_s, frame, rate in timed(path, source_fps):
-        pace = pace_of(fps, rate)
+        pace, until_s = pace_of(fps, rate), time_s
+        if frame is None and pace.within_s:  # what a file says of its last frame's length is often wrong
+            until_s = before_s + 1 / rate
         within_s = 0.0 if frame is None else pace.within_s
-        while held is not None and wanted / pace.fps + within_s < time_s:
+        while held is not None and wanted / pace.fps + within_s < until_s:
             yield held
             wanted += 1
-        held = frame
+        held, before_s = frame, time_s
 
 
 def timed(path: Path, source_fps: float | None) -> Iterator[tuple[float, Any, float]]:
-    """Each frame with the seconds from the first one to it and the video's rate, and at last (the end, None, rate).
+    """Each frame with the seconds from the first one to it and the rate of `beat`, and at last (the end, None, rate).
 
     The seconds are the earliest that the stamps allow, as `slack` says.
     """
@@ -77,7 +80,8 @@ def timed(path: Path, source_fps: float | None) -> Iterator[tuple[float, Any, fl
             stream = container.streams.video[0]
             stream.thread_type = "AUTO"
             tick_s = float(stream.time_base or 0)
-            slack_s = slack(0.0 if source_fps else clock(path), source_fps)
+            slack_s = slack(0.0 if source_fps else tick_s)
+            own = source_fps or beat(path).rate
             rate = source_fps or float(stream.average_rate or 25)
             ticks = ticks_as_shown(path, container)
             number = -1
@@ -88,9 +92,9 @@ def timed(path: Path, source_fps: float | None) -> Iterator[tuple[float, Any, fl
                 time_s = number / rate if source_fps or shown_s is None else shown_s
                 length_s = 1 / rate if source_fps or not frame.duration else frame.duration * tick_s
                 first_s = time_s if number == 0 else first_s
-                yield max(0.0, time_s - first_s - slack_s), frame, rate
+                yield max(0.0, time_s - first_s - slack_s), frame, own
             if number >= 0:
-                yield time_s - first_s + length_s - slack_s, None, rate
+                yield time_s - first_s + length_s - slack_s, None, own
     except (av.FFmpegError, OSError, ValueError) as error:
         raise undecodable(path, error) from None
 

@@ -9,13 +9,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import lru_cache
-from itertools import islice, pairwise
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 from wangen.generator.errors import WangenError
-from wangen.generator.pace import pace_of
-from wangen.generator.videos import CLOCK_FRAMES, COARSE_S, clock_of, open_video
+from wangen.generator.pace import Beat, beat_of_packets, pace_of, slack
+from wangen.generator.videos import open_video, packet_times
 from wangen.runtime.sources import FileState, state_of
 
 _INDEXED = {"mov", "matroska"}
@@ -25,8 +25,8 @@ _OF_DECODING = {"avi", "asf"}
 _KNOWN = 16
 """Videos whose stamps are remembered: an hour at 30 frames per second takes 4 MB."""
 
-EXACT_S = 5e-7
-"""Time stamps that differ by less are the same: this absorbs the rounding of floating point."""
+
+UNKNOWN = Beat()
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ class Stamps:
         last_ticks: how long the last frame is shown; 0 where it is not said.
         rate: average frames per second.
         stream: number of the video stream among all of the file.
-        clock_s: as `clock_of` says.
+        beat: as `beat_of_packets` says.
     """
 
     frames: Sequence[int] = ()
@@ -49,14 +49,14 @@ class Stamps:
     last_ticks: int = 0
     rate: float = 25.0
     stream: int = 0
-    clock_s: float = 0.0
+    beat: Beat = UNKNOWN
 
     def shown(self, span: range, fps: float, source_fps: float | None) -> list[int]:
         """The numbers of the frames on screen at k / fps seconds for each k of `span`; fewer where the video ends.
 
         By the rules of `pyav.shown_frames`, which decodes.
         """
-        slack_s = slack(self.clock_s, source_fps)
+        slack_s = slack(0.0 if source_fps else float(self.tick))
         if source_fps:
             times_s = [number / source_fps for number in range(len(self.frames) + 1)]
         else:
@@ -65,40 +65,25 @@ class Stamps:
             times_s.append(times_s[-1] + (self.last_ticks * float(tick) or 1 / self.rate))
         first_s, end_s = times_s[0], times_s.pop()
         starts_s = [max(0.0, time_s - first_s - slack_s) for time_s in times_s]
-        pace = pace_of(fps, source_fps or self.rate)
-        last_s = end_s - first_s - slack_s
+        pace = pace_of(fps, source_fps or self.beat.rate)
+        last_s = (end_s - first_s if not pace.within_s else times_s[-1] - first_s + 2 * pace.within_s) - slack_s
         return [bisect_right(starts_s, k / pace.fps + pace.within_s) - 1 for k in span if k / pace.fps < last_s]
 
 
-def slack(clock_s: float, source_fps: float | None) -> float:
-    """How much earlier than its stamp a frame may be shown, in seconds.
-
-    62 or 63 ms of a container that counts in milliseconds stand for the 62.5 ms of 16 frames per second, and no frame
-    may come late because its stamp was rounded up.
-
-    Args:
-        clock_s: the steps in which stamps are rounded, as `clock_of` says.
-        source_fps: the rate that replaces them, if any.
-    """
-    return EXACT_S + (clock_s if clock_s < COARSE_S and not source_fps else 0.0)
-
-
-def clock(path: Path) -> float:
-    """As `clock_of`, of a video.
+def beat(path: Path) -> Beat:
+    """How the frames of a video follow each other.
 
     Raises:
         av.FFmpegError, OSError: it cannot be read.
     """
-    return _clock(path, state_of(path))
+    return _beat(path, state_of(path))
 
 
 @lru_cache(maxsize=1024)
-def _clock(path: Path, _state: FileState | None) -> float:
+def _beat(path: Path, _state: FileState | None) -> Beat:
     """That of a file in this state."""
-    with open_video(path) as container:
-        stream = container.streams.video[0]
-        packets = (packet for packet in container.demux(stream) if packet.size and not packet.is_discard)
-        return clock_of((packet.pts for packet in islice(packets, CLOCK_FRAMES)), float(stream.time_base or 0))
+    times, tick_s, rate = packet_times(path)
+    return beat_of_packets([time for time, _ in times], tick_s, rate)
 
 
 def stamps_of(path: Path) -> Stamps:
@@ -158,5 +143,5 @@ def _stamps(path: Path, _state: FileState | None) -> Stamps:
             return Stamps()
         keys = [pts for pts, is_key, _ in packets if is_key]
         rate = float(stream.average_rate or 25)
-        last_ticks = packets[-1][2]
-    return Stamps(frames, keys, Fraction(stream.time_base), last_ticks, rate, stream.index, clock(path))
+        tick, last_ticks = Fraction(stream.time_base), packets[-1][2]
+        return Stamps(frames, keys, tick, last_ticks, rate, stream.index, beat_of_packets(frames, float(tick), rate))

@@ -5,6 +5,7 @@ process that hangs makes every further signal wait for the whole time again.
 """
 
 import logging
+import os
 import signal
 import time
 from collections.abc import Iterator
@@ -21,6 +22,8 @@ from wangen.runtime.interrupt import ECHO_S
 
 log = logging.getLogger("wangen")
 
+PATIENCE = "TORCH_ELASTIC_SHUTDOWN_TIMEOUT"
+"""The variable that says for how many seconds processes may end what they do after a stop."""
 END_S = 5
 """So long the processes have to end after a second stop; then they are killed. A state is whole or absent."""
 LOOK_S = 0.1
@@ -117,8 +120,9 @@ class Agent(LocalElasticAgent):
                         end_of(failure), most - self._remaining_restarts + 1, most)  # fmt: skip
         return result
 
-    def _shutdown(self, death_sig: signal.Signals = signal.SIGTERM, timeout: int = 30) -> None:
+    def _shutdown(self, death_sig: signal.Signals = signal.SIGTERM, timeout: int | None = None) -> None:
         with self._stops.held():
+            timeout = timeout or int(os.environ.get(PATIENCE, "30"))  # torch before 2.13 does not hand it over
             if isinstance(self._pcontext, SubprocessContext):
                 self._wait_for_end(self._pcontext, death_sig, timeout)
                 self._pcontext.close(death_sig, END_S)

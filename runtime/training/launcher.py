@@ -28,7 +28,7 @@ from wangen.generator.steps import CacheStep, Train
 from wangen.generator.train_refusals import refuse_flags
 from wangen.runtime.interrupt import hears_hangup
 from wangen.runtime.shards import ARRAY
-from wangen.runtime.training.agent import Agent, end_of
+from wangen.runtime.training.agent import PATIENCE, Agent, end_of
 from wangen.runtime.training.process_logs import last_words, remove_old
 
 log = logging.getLogger("wangen")
@@ -41,7 +41,7 @@ KILL = 9
 STOP_S = 300
 """So long all have after Ctrl-C to end a step, a validation or samples, and to save; a second Ctrl-C ends that.
 
-Where a process is lost, others that hang on its GPU's messages are waited for as long.
+Where a process is lost, torch gives others that hang on its GPU's messages 30 seconds.
 """
 
 
@@ -113,7 +113,7 @@ def _run(step: Train | CacheStep, number: int, folder: Path, **how: Any) -> None
     folder.mkdir(parents=True, exist_ok=True)
     remove_old(folder)
     logs = DefaultLogsSpecs(str(folder), redirects=Std.ALL, tee={0: Std.ALL}, local_ranks_filter={0})
-    os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", str(STOP_S))  # LaunchConfig reads it
+    os.environ.setdefault(PATIENCE, str(STOP_S))  # LaunchConfig reads it
     config = LaunchConfig(
         nproc_per_node=number, rdzv_backend="c10d", logs_specs=logs, log_line_prefix_template=" ", **how
     )
