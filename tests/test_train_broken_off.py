@@ -14,6 +14,7 @@ from safetensors.torch import load_file, save_file
 from tiny import TinyRun
 from together import together, trained
 
+from wangen.generator.errors import WAS_STOPPED
 from wangen.generator.steps import Train
 from wangen.runtime import train
 from wangen.runtime.training import checkpoint
@@ -145,7 +146,7 @@ def test_processes_that_train_together_break_off_together(
         at = 3 if amid == "validation" else 7  # of step 2: two timesteps by the adapter, two by the base, then samples
         checks(patch, lambda n: os.kill(os.getpid(), signal.SIGTERM) if (n, os.environ["RANK"]) == (at, "0") else None)
         done = together(cut, 2)
-    assert done.codes == [1, 1], done.told
+    assert done.codes == [WAS_STOPPED] * 2, done.told
     assert checkpoint.read(checkpoint.newest(cut.output_dir / "lora-state")).facts[LOOKED] == [
         "bins", *(["validation "] if amid == "samples" else [])
     ]  # fmt: skip
