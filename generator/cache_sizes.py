@@ -131,10 +131,6 @@ def sample_bytes(
 
 
 def cached_bytes(folder: Path) -> int:
-    """Of the entries in a cache folder and of its packs.
-
-    Raises:
-        OSError: it cannot be looked at.
-    """
+    """Of the entries in a cache folder and of its packs, as far as they can be looked at."""
     found = (path for pattern in ("*.safetensors", "packs/*.tar") for path in folder.glob(pattern))
     return sum(path.stat().st_size for path in found if path.is_file())

@@ -77,9 +77,10 @@ class DatasetNeeds:
         """
         recorded = self._recorded()
         self._before = recorded
-        if recorded != self._needed(recorded.keys | keys, encoder):
+        if recorded != self._needed(recorded, recorded.keys | keys, encoder):
             with self._alone():
-                self._write(self._needed(self._recorded().keys | keys, encoder))
+                recorded = self._recorded()
+                self._write(recorded, self._needed(recorded, recorded.keys | keys, encoder))
 
     def take_back(self) -> None:
         """Have the encoder on record that was there before `extend`, if one was: the other has made nothing.
@@ -89,7 +90,8 @@ class DatasetNeeds:
         """
         if self._before and self._before.encoder not in (None, self.encoder):
             with self._alone():
-                self._write(replace(self._before, keys=self._recorded().keys))
+                recorded = self._recorded()
+                self._write(recorded, replace(self._before, keys=recorded.keys))
 
     def reduce(self, keys: set[str], encoder: Encoder) -> int:
         """Need these keys alone and remove what nobody needs any more; returns how many entries were removed.
@@ -101,16 +103,18 @@ class DatasetNeeds:
             WangenError: the folder cannot be written.
         """
         twins = self._twins(keys)
-        if not twins and self._recorded() == self._needed(keys, encoder):
+        recorded = self._recorded()
+        if not twins and recorded == self._needed(recorded, keys, encoder):
             return 0
         with self._alone():
-            recorded = self._recorded().keys
-            dropped = (recorded if self._before is None else self._before.keys) - keys
+            recorded = self._recorded()
+            dropped = (recorded.keys if self._before is None else self._before.keys) - keys
             others = needed_keys(self.folder.path, self.kind, but=[self.path]) if dropped else set()
             unneeded = self._entries(dropped - others)
             stuck = remove_entries([*unneeded, *twins])
             # Only now: a run that is killed on the way must not forget what was still to be removed.
-            self._write(self._needed(recorded - dropped | {entry.key for entry in stuck} | keys, encoder))
+            left = recorded.keys - dropped | {entry.key for entry in stuck} | keys
+            self._write(recorded, self._needed(recorded, left, encoder))
         return len(unneeded) + len(twins) - len(stuck)
 
     def _entries(self, keys: set[str]) -> list[Entry]:
@@ -142,13 +146,12 @@ class DatasetNeeds:
         except BrokenClaimError:
             return _Needed()
 
-    def _needed(self, keys: set[str], encoder: Encoder) -> "_Needed":
+    def _needed(self, recorded: "_Needed", keys: set[str], encoder: Encoder) -> "_Needed":
         """These keys of this encoder; whose VAE that is stays on record where this run does not say it."""
-        recorded = self._recorded()
         return _Needed(keys, encoder, self._vae or (recorded.vae if recorded.encoder == encoder else ""))
 
-    def _write(self, needed: "_Needed") -> None:
-        if needed.encoder and self._recorded() != needed:
+    def _write(self, recorded: "_Needed", needed: "_Needed") -> None:
+        if needed.encoder and recorded != needed:
             values = {"dataset": self._dataset, "encoder": asdict(needed.encoder), "keys": sorted(needed.keys)}
             write_text(self.path, json.dumps(values | ({"vae": needed.vae} if needed.vae else {})))
 
