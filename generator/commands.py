@@ -213,7 +213,7 @@ def _completes(option: Option) -> Callable[[click.Context, click.Parameter, str]
 
         if option.kind is Path:
             return [CompletionItem(begun, type="file")]
-        return [choice for choice in _choices(option) if choice.startswith(begun)]
+        return [choice for choice in _offered(option) if choice.startswith(begun)]
 
     return proposed
 
@@ -339,7 +339,7 @@ def _scalar(option: Option, raw: Any, where: str) -> Any:
         raise UsageError(f"--{option.name} {raw}: {refused[text]}", where=where)
     choices = _choices(option)
     if choices and text not in choices:
-        raise UsageError(f"--{option.name} has no value {raw!r}", where=where, cure=one_of(text, choices))
+        raise UsageError(f"--{option.name} has no value {raw!r}", where=where, cure=one_of(text, _offered(option)))
     try:
         value = option.kind(text)
         if isinstance(value, float) and not math.isfinite(value):
@@ -357,3 +357,10 @@ def _choices(option: Option) -> tuple[str, ...]:
     from wangen import profiles
 
     return tuple(profiles.model_names())
+
+
+def _offered(option: Option) -> tuple[str, ...]:
+    """The values that are proposed: of the models those that this version does something with."""
+    from wangen.generator.tasks import supported
+
+    return tuple(supported()) if option.flag.model_choices else option.choices

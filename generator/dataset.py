@@ -22,16 +22,14 @@ from wangen.generator.pictures import open_picture
 from wangen.generator.videos import aspect_of, flip_of, open_video, packet_times, square_size
 
 IMAGE_SUFFIXES = frozenset({".png", ".jpg", ".jpeg", ".webp", ".bmp", ".avif"})
-VIDEO_SUFFIXES = frozenset(
-    {".mp4", ".webm", ".avi", ".mkv", ".mov", ".flv", ".wmv", ".m4v", ".mpg", ".mpeg", SUFFIX}
-)  # fmt: skip
+VIDEO_SUFFIXES = frozenset({".mp4", ".webm", ".avi", ".mkv", ".mov", ".flv", ".wmv", ".m4v", ".mpg", ".mpeg", SUFFIX})
 
 Media = Literal["image", "video"]
 
 CAPTION = ".txt"
 """How the names of caption files end."""
-NO_CAPTION = "has no caption"
-
+NO_CAPTION, REPLACE = "has no caption", "replace it or take it out"
+_AGAIN = "check the path, or publish the dataset again"
 _Entries = list[os.DirEntry[str]]
 
 DECODING_ERRORS = (
@@ -209,26 +207,22 @@ class BadItemError(Exception):
         self.problem = Problem(path, found, cure)
 
 
-def list_folder(folder: Path) -> list[Path]:
+def list_folder(folder: Path, cure: str = _AGAIN) -> list[Path]:
     """What a folder holds, in the order of the names; hidden files are left out.
 
     Raises:
-        WangenError: the folder cannot be listed.
+        WangenError: the folder cannot be listed; then `cure` is what can be done.
     """
-    return [folder / entry.name for entry in _listing(folder)]
+    return [folder / entry.name for entry in _listing(folder, cure)]
 
 
-def _listing(folder: Path) -> _Entries:
+def _listing(folder: Path, cure: str = _AGAIN) -> _Entries:
     """As `list_folder`: what the system says of each entry with its name need not be asked for again."""
     try:
         with os.scandir(folder) as entries:
             return sorted((e for e in entries if not e.name.startswith(".")), key=lambda entry: entry.name)
     except OSError as error:
-        raise WangenError(
-            f"cannot list the folder: {error.strerror}",
-            where=str(folder),
-            cure="check the path, or publish the dataset again",
-        ) from None
+        raise WangenError(f"cannot list the folder: {error.strerror}", where=str(folder), cure=cure) from None
 
 
 def read_caption(path: Path) -> str:
@@ -296,7 +290,7 @@ def name_problem(path: Path) -> list[Problem]:
     if fault := name_fault(path.name):
         return [Problem(path, fault, "rename it")]
     if not path.exists():
-        return [Problem(path, "is a link to a file that is not there", "replace it or take it out")]
+        return [Problem(path, "is a link to a file that is not there", REPLACE)]
     return []
 
 
@@ -344,7 +338,7 @@ def inspect(path: Path) -> "MediaFacts | Problem":
         if media_of(path) == "image":
             _decode_image(path)
     except WangenError as error:
-        return Problem(path, error.found, "replace it or take it out")
+        return Problem(path, error.found, error.cure or REPLACE)
     return facts
 
 
@@ -358,10 +352,10 @@ def _image_facts(path: Path) -> MediaFacts:
             turned = image.format != "TIFF" and image.getexif().get(0x0112, 1) in (5, 6, 7, 8)
             transparent, profiled = image.has_transparency_data, is_profiled(image)
     except UnidentifiedImageError:
-        found = "cannot be read as an image" if path.stat().st_size else "is empty (0 bytes)"
-        raise WangenError(found, where=str(path)) from None
+        raise WangenError("cannot be read as an image" if path.stat().st_size else "is empty (0 bytes)",
+                          where=str(path)) from None  # fmt: skip
     except (*DECODING_ERRORS, Image.DecompressionBombError) as error:
-        raise WangenError(f"cannot be read as an image ({_short(error)})", where=str(path)) from None
+        raise _no_image(path, error) from None
     return MediaFacts(*((height, width) if turned else (width, height)), 1, 0.0, transparent, profiled=profiled)
 
 
@@ -371,7 +365,7 @@ def _decode_image(path: Path) -> None:
         with open_picture(path) as image:
             image.load()
     except DECODING_ERRORS as error:
-        raise WangenError(f"cannot be read as an image ({_short(error)})", where=str(path)) from None
+        raise _no_image(path, error) from None
 
 
 def _video_facts(path: Path) -> MediaFacts:
@@ -394,6 +388,12 @@ def _video_facts(path: Path) -> MediaFacts:
         duration_s = (last - first) * time_base + (last_duration * time_base or (1 / rate if rate else 0.0))
     own, on_clock = beat_of_packets([time for time, _ in times], time_base, rate)
     return MediaFacts(width, height, len(times), duration_s, False, own, mirrored, aspect, on_clock=on_clock)
+
+
+def _no_image(path: Path, error: BaseException) -> WangenError:
+    """What Pillow says of a file; where the system could not read it, the picture may be good."""
+    cure = read_cure(error) if isinstance(error, OSError) and error.errno else ""
+    return WangenError(f"cannot be read as an image ({_short(error)})", where=str(path), cure=cure)
 
 
 def _short(error: BaseException) -> str:

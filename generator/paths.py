@@ -9,7 +9,7 @@ import re
 import unicodedata
 from collections.abc import Iterable
 from dataclasses import dataclass
-from pathlib import PurePosixPath, PureWindowsPath
+from pathlib import Path, PurePath, PurePosixPath, PureWindowsPath
 from typing import Literal
 
 from wangen.generator.errors import WangenError, printable
@@ -130,6 +130,20 @@ def windows_name_problem(name: str) -> str | None:
     """
     fault = _windows_fault(name)
     return fault[1] if fault else None
+
+
+def new_folder_problem(folder: PurePath) -> str | None:
+    r"""Why a folder that is to be made has no name that every system holds, in words; None when it has.
+
+    Folders that are there already are as they are, but on Windows `C:x` and `\x` mean another one every time.
+
+    >>> new_folder_problem(Path("nowhere/a:b")), new_folder_problem(Path("nowhere/ab"))
+    ('Windows allows no : in a name', None)
+    """
+    if folder.anchor and not folder.is_absolute():
+        return "this means another folder on every drive, or in every folder of a drive"
+    new = [path.name for path in (folder, *folder.parents) if not Path(path).is_dir()]
+    return next(filter(None, map(windows_name_problem, filter(None, new))), None)
 
 
 def slugify(name: str) -> str:

@@ -17,7 +17,7 @@ from wangen.generator import platforms, tomls
 from wangen.generator.dataset_settings import DatasetSettings, read_settings
 from wangen.generator.errors import UsageError, WangenError, one_of
 from wangen.generator.files import write_text, write_whole
-from wangen.generator.paths import PathError, translate
+from wangen.generator.paths import PathError, new_folder_problem, translate
 from wangen.generator.steps import Train
 from wangen.generator.target import Target, from_here, machine_of
 from wangen.generator.tasks import supported
@@ -127,7 +127,7 @@ class Workspace:
         """
         chosen = name or self.model
         if chosen not in profiles.model_names():
-            raise UsageError(f"there is no model {chosen!r}", cure=one_of(str(chosen), profiles.model_names()))
+            raise UsageError(f"there is no model {chosen!r}", cure=one_of(str(chosen), supported()))
         model = profiles.model(chosen)
         makes_clips = model.num_frames > 1
         frames = self.num_frames if self.num_frames and makes_clips else model.num_frames
@@ -185,8 +185,10 @@ def init(folder: Path, model: str = DEFAULT_MODEL) -> Path:
         The path of `wangen.toml`.
 
     Raises:
-        WangenError: the folder cannot be made or written.
+        WangenError: the folder cannot be made or written, or Windows cannot hold its name.
     """
+    if wrong := new_folder_problem(folder):
+        raise WangenError(wrong, where=str(folder), cure="give another name: its scripts are for Windows, too")
     require_writable(folder)
     require_writable(folder / "datasets")
     path = folder / FILE
@@ -233,12 +235,13 @@ def read(folder: Path | None) -> Workspace:
     if not isinstance(names, list) or not names:
         raise UsageError(f"platforms must be a list of names, got {names!r}", where=str(path),
                          cure='for example platforms = ["linux"]')  # fmt: skip
-    for what, known, given in (
-        ("model", profiles.model_names(), [values.get("model", DEFAULT_MODEL)]),
-        ("platform", list(known_platforms), names),
+    for what, known, offered, given in (
+        ("model", profiles.model_names(), supported(), [values.get("model", DEFAULT_MODEL)]),
+        ("platform", known_platforms, known_platforms, names),
     ):
         if unknown := [name for name in given if name not in known]:
-            raise UsageError(f"there is no {what} {unknown[0]!r}", where=str(path), cure=f"one of {', '.join(known)}")
+            cure = f"one of {', '.join(offered)}"
+            raise UsageError(f"there is no {what} {unknown[0]!r}", where=str(path), cure=cure)
     if not isinstance(values.get("report", True), bool):
         raise UsageError(f"report must be true or false, got {values['report']!r}", where=str(path))
     return Workspace(

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from wangen.generator.bulk import bulk
-from wangen.generator.dataset import NO_CAPTION, Item, Problem, media_of
+from wangen.generator.dataset import NO_CAPTION, REPLACE, Item, Problem, media_of
 from wangen.generator.errors import WangenError, many, printable
 from wangen.generator.excerpts import FIRST, STEP
 from wangen.generator.geometry import TOO_SHORT, area_size, bucket_of, clip_frames, manner, windows
@@ -245,7 +245,7 @@ def _read(
         read.problems += problems
         files = list(dict.fromkeys(path for item in items for path in (item.path, *item.companions)))
         sources, unreadable = read_sources(files, entry.cache_directory, trust_memo=trust_memo)
-        read.problems += [Problem(Path(error.where), error.found, "replace it or take it out") for error in unreadable]
+        read.problems += [Problem(Path(error.where), error.found, error.cure or REPLACE) for error in unreadable]
         for item in items:
             if not all(path in sources for path in (item.path, *item.companions)):
                 continue

@@ -7,6 +7,7 @@ import sys
 import time
 from pathlib import Path
 
+import click
 import pytest
 
 from wangen.generator.cli import main
@@ -14,6 +15,7 @@ from wangen.generator.commands import StepCommand
 from wangen.generator.errors import WAS_STOPPED
 from wangen.generator.steps import STEPS
 from wangen.generator.table import spellings
+from wangen.generator.tasks import supported
 
 
 def run_cli(*words: str, cwd: Path) -> subprocess.CompletedProcess[str]:
@@ -65,6 +67,21 @@ def test_every_spelling_of_a_flag_is_taken(step):
     command = StepCommand(step, lambda _step: 0)
     taken = {name.removeprefix("--") for option in command.params for name in option.opts}
     assert {name for name, *_ in spellings(step)} - taken == set()
+
+
+def test_a_task_that_is_proposed_is_one_that_is_not_refused_later(tmp_path, capsys):
+    for words in (["train", "--dit", "x", "--output_dir", "o", "--output_name", "n", "--dataset_config", "d"],
+                  ["cache_latents", "--vae", "x", "--dataset_config", "d"]):  # fmt: skip
+        assert main([*words, "--task", "zzz"]) == 2
+        assert f"do:    one of {', '.join(supported())}" in capsys.readouterr().err
+    command = StepCommand(STEPS[0], lambda _step: 0)
+    (task,) = (option for option in command.params if option.name == "task")
+    proposed = [item.value for item in task.shell_complete(click.Context(command), "")]
+    assert proposed == supported()
+    assert main(["init", str(tmp_path)]) == 0
+    (tmp_path / "wangen.toml").write_text('model = "zzz"\n')
+    assert main(["publish", "cats", "--workspace", str(tmp_path)]) == 2
+    assert "flf2v" not in capsys.readouterr().err
 
 
 def test_errors_are_one_message_without_a_traceback(tmp_path):

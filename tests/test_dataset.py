@@ -1,5 +1,6 @@
 """A folder of media with captions becomes items, or the list of everything that is wrong with it."""
 
+import errno
 import os
 import subprocess
 import sys
@@ -184,6 +185,18 @@ def test_a_name_that_is_not_utf8(tmp_path):
     except OSError:
         pytest.skip("this file system holds UTF-8 names only")
     assert [problem.found for problem in scan(tmp_path)[1]] == ["the name is not UTF-8"]
+
+
+def test_a_picture_that_the_disk_does_not_give_is_not_to_be_replaced(tmp_path, monkeypatch):
+    (tmp_path / "a.jpg").write_bytes(b"no picture")
+    assert str(inspect(tmp_path / "a.jpg")) == "a.jpg: cannot be read as an image; replace it or take it out"
+
+    def broken(_path: Path) -> None:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    monkeypatch.setattr("wangen.generator.dataset.open_picture", broken)
+    assert str(inspect(tmp_path / "a.jpg")) == "a.jpg: cannot be read as an image ([Errno 5] Input/output error); " \
+        "see whether the disk or network drive answers"  # fmt: skip
 
 
 @posix_names

@@ -1,5 +1,6 @@
 import json
-from pathlib import Path, PurePosixPath
+import os
+from pathlib import Path, PurePosixPath, PureWindowsPath
 
 import pytest
 from hypothesis import given
@@ -11,6 +12,7 @@ from wangen.generator.paths import (
     Machine,
     PathError,
     automount_root,
+    new_folder_problem,
     slugify,
     toml_path,
     translate,
@@ -166,6 +168,17 @@ def test_windows_cannot_hold_these_names(name):
 @pytest.mark.parametrize("name", ["console", "com10", "..", "a&b (x86) %!^", "データ", "é" * 255])
 def test_windows_can_hold_these_names(name):
     assert windows_name_problem(name) is None
+
+
+@pytest.mark.parametrize("folder", ["C:", "C:x", r"\x"])
+def test_a_new_folder_is_refused_that_windows_has_elsewhere_every_time(folder):
+    assert "means another folder" in (new_folder_problem(PureWindowsPath(folder)) or "")
+
+
+@pytest.mark.skipif(os.name == "nt", reason="Windows has no such folder")
+def test_a_folder_that_is_there_may_have_any_name(tmp_path):
+    (tmp_path / "a: b").mkdir()
+    assert new_folder_problem(tmp_path / "a: b") is new_folder_problem(tmp_path / "a: b" / "new") is None
 
 
 @given(st.text(max_size=100))

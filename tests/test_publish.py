@@ -13,6 +13,7 @@ from wangen.generator import scripts
 from wangen.generator.cli import main
 from wangen.generator.publish import manifest
 from wangen.generator.setup.wheel import wheel_name
+from wangen.generator.tasks import supported
 from wangen.generator.tomls import read_dataset
 
 pytest_plugins = ("red_house_fixtures",)
@@ -152,6 +153,8 @@ def test_a_clip_beside_one_frame_in_wangen_toml_is_answered_with_that_line(place
         (["publish", NAME, "--model", "t2v"], 2, "there is no model 't2v'"),
         (["publish", NAME, "--model", "t2v-14b"], 2, "did you mean t2v-14B? one of"),
         (["publish", NAME, "--source", "gone"], 1, "cannot list the folder"),
+        (["publish", NAME, "--source", "gone"], 1, "do:    check the path: --source, or source in wangen.toml"),
+        (["publish", NAME, "--model", "t2v-15b"], 2, f"one of {', '.join(supported())}"),
         (["publish"], 2, "NAME"),
     ],
 )

@@ -316,6 +316,24 @@ def test_prompts_that_cannot_be_published_are_refused_before_anything_is_written
     assert not (place / "published").exists()
 
 
+@pytest.mark.parametrize(("name", "content", "words"), [
+    ("p.txt", "A cat.\nA dog. --w 60 --f 16", "p.txt, line 2: width 60 is no multiple of 16; use 64"),
+    ("p.txt", "A cat. --f 16", "p.txt, line 1: frame_count 16 is not 4n+1; use 17"),
+    ("p.txt", "A cat. --i not_here.png --h 60", "p.txt, line 1: height 60 is no multiple of 16; use 64"),
+    ("p.toml", '[prompt]\nprompt = "A cat."\nsample_steps = 0', "p.toml, prompt.subset 1: sample_steps 0 is no whole"),
+])  # fmt: skip
+def test_prompts_that_training_will_refuse_are_said_when_they_are_published(tmp_path, capsys, name, content, words):
+    tree = {"datasets/cats/a.jpg": image_bytes(), "datasets/cats/a.txt": "a cat", "wangen.toml": SAMPLES.format(name)}
+    place = write_tree(tmp_path, tree | {name: content})
+    assert main(["publish", "cats", "--workspace", str(place)]) == 0
+    shown = capsys.readouterr().out
+    assert f"  training will refuse a sample prompt: {place / words}" in shown
+    assert shown.count("will refuse") == 1  # for all platforms
+    (place / name).write_text("A cat. --w 64 --f 17" if name == "p.txt" else '[prompt]\nprompt = "A cat."\n')
+    assert main(["publish", "cats", "--workspace", str(place)]) == 0
+    assert "will refuse" not in capsys.readouterr().out
+
+
 def test_prompts_are_renewed_unless_they_were_edited_and_go_with_the_bundle(tmp_path, capsys):
     tree = {"datasets/cats/a.jpg": image_bytes(), "datasets/cats/a.txt": "a cat", "prompts.txt": "A cat.\n"}
     place = write_tree(tmp_path, {**tree, "wangen.toml": 'platforms = ["linux"]\n' + SAMPLES.format("prompts.txt")})

@@ -62,6 +62,15 @@ def test_init_where_a_file_is(tmp_path, name, capsys):
     assert "cannot make the folder" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("name", ["C:", "a?", "new.", "new ", "con", "aux.d", "nul/below", "a\tb"])
+def test_init_refuses_a_new_folder_that_windows_cannot_hold(tmp_path, name, capsys):
+    assert main(["init", f"{tmp_path}/{name}"]) == 1
+    shown = capsys.readouterr().err
+    assert "Windows" in shown
+    assert "do:    give another name" in shown
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_every_example_line_is_accepted_without_its_hash(tmp_path):
     text = workspace.init(tmp_path).read_text(encoding="utf-8")
     examples = EXAMPLE.findall(text)

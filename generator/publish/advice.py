@@ -1,11 +1,11 @@
-"""Whether what is published fits the card that `vram` names: said when publishing, not after hours of caching."""
+"""What training would find wrong with the card that `vram` names and with sample prompts: said when publishing."""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
-from wangen.generator.bundle import AUTO, bundle_steps, told_of_training
-from wangen.generator.errors import many
+from wangen.generator.bundle import AUTO, bundle_steps, prompts_file, told_of_training
+from wangen.generator.errors import UsageError, many
 from wangen.generator.launch import asks_for_several
 from wangen.generator.memory import (
     GIB,
@@ -18,7 +18,9 @@ from wangen.generator.memory import (
     usable_bytes,
 )
 from wangen.generator.memory_presets import for_smaller_steps
+from wangen.generator.prompt_files import entries
 from wangen.generator.resolutions import resolution_name
+from wangen.generator.sample_prompts import defaults_of, make_prompt
 from wangen.generator.steps import Train
 from wangen.generator.target import Target
 from wangen.generator.workspace import Workspace
@@ -74,3 +76,29 @@ def _trains_faster_with_less(train: Train, told: Mapping[str, Any], model: Model
     by_preset: dict[str, Any] = {name: None for name in PLAIN_MEMORY if name not in told}
     given = replace(train, vram=told["vram"], **by_preset)
     return not asks_for_several(train.gpus) and for_smaller_steps(train, given, model, tokens) != train
+
+
+def prompts_advice(workspace: Workspace, targets: Iterable[Target], model: Model) -> list[str]:
+    """A line for each sample prompt that training would refuse for its values.
+
+    Its pictures may lie elsewhere, and are left to training.
+
+    Args:
+        workspace: names the prompts.
+        targets: where they are published.
+        model: what is trained.
+
+    Raises:
+        UsageError: the file cannot be read, or an option in it is unknown.
+    """
+    lines: dict[str, None] = {}
+    plain = replace(model, condition="text", max_controls=0)
+    for file in filter(None, {prompts_file(workspace, target, model): None for target in targets}):
+        for where, values in entries(file, "sample_prompts"):
+            told = {key: value for key, value in values.items() if key not in ("image_path", "control_image_path")}
+            asked = model if told == values else plain
+            try:
+                make_prompt(told, asked, 0, defaults_of(asked), where=where, folder=file.parent)
+            except UsageError as error:
+                lines[f"training will refuse a sample prompt: {where}: {error.found}; {error.cure}"] = None
+    return list(lines)

@@ -19,7 +19,7 @@ from wangen.generator.paths import slugify
 from wangen.generator.plan import gpus
 from wangen.generator.progress import bar
 from wangen.generator.publish import plan as publishing
-from wangen.generator.publish.advice import preset_advice
+from wangen.generator.publish.advice import preset_advice, prompts_advice
 from wangen.generator.publish.folder import FolderPlan
 from wangen.generator.publish.next_steps import say_next
 from wangen.generator.publish.plan import BundlePlan, Plan
@@ -113,6 +113,8 @@ def _run(request: Request, place: Workspace, slug: str) -> None:
         click.echo("  clips are taken as they are: --resize makes smaller copies of images only")
     pictures = source is not None and not (clips or request.fit)
     for line in preset_advice(place, targets, model, slug, clips=clips, pictures=pictures):
+        click.echo(f"  {line}")
+    for line in prompts_advice(place, targets, model):
         click.echo(f"  {line}")
     if request.dry_run:
         _say_plan(plan)

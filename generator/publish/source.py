@@ -142,7 +142,7 @@ def short_clips(items: Iterable[Item], facts: Mapping[Path, MediaFacts], model: 
 
 
 def _from_folder(folder: Path) -> tuple[list[Item], list[Problem], list[str]]:
-    entries = list_folder(folder)
+    entries = list_folder(folder, "check the path: --source, or source in wangen.toml")
     # `cat.jpg.` is no image by its ending; Windows and whoever wrote it think that it is.
     named = [path for path in entries if media_of(path) or media_of(Path(path.name.rstrip(". ") or "-"))]
     named = [path for path in named if not is_other_archive(path)]
