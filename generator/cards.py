@@ -157,6 +157,8 @@ def named(text: str) -> Gpu:
     if found is None and size and not rest and int(size[1]):
         return _gpu("a card", int(size[1]), None)
     if found is None:
+        if re.fullmatch(r"\d{1,3}", text.strip()):  # near to a name by chance alone
+            raise UsageError(f"--gpu {text} is a number alone", cure=f"of memory: --gpu {text.strip()}GB")
         near = get_close_matches(rest.upper(), CARDS, n=3, cutoff=0.5)
         raise UsageError(f"--gpu {text}: this card is not known",
                          cure=f"did you mean {' or '.join(near)}? Else give its memory alone, such as --gpu 24GB"

@@ -21,9 +21,10 @@ ENDING = "sbatch"
 def knobs(steps: Sequence[Step]) -> list[Knob]:
     """The knobs of the script, whatever its steps are; GPUs and restarts begin as the training step is told."""
     train = next(step for step in steps if isinstance(step, Train))
+    unsaid = "; Slurm is asked for a number, which auto is not" if train.gpus == "auto" else ""
     values = {
         "NODES": ("1", "nodes that train together"),
-        "GPUS": ("1" if train.gpus == "auto" else train.gpus, "GPUs of each of them, one process each"),
+        "GPUS": ("1" if train.gpus == "auto" else train.gpus, f"GPUs of each of them, one process each{unsaid}"),
         "CPUS": ("8", "processor cores of each node"),
         "CACHE_TASKS": ("4", "tasks that cache side by side, one GPU each"),
         "HOURS": ("24", "time limit of each job in hours; training stops before it, saves, and is queued again"),

@@ -86,6 +86,18 @@ def test_a_card_that_is_not_known_has_memory_and_no_speed(place: Path, capsys):
     assert found["memory"]["usable"] == int(24 * GIB * 15 / 16)
 
 
+def test_a_size_without_its_unit_is_answered_with_it(place: Path, capsys):
+    assert main(["plan", "cats", "--gpu", "12"]) == 2
+    assert "do:    of memory: --gpu 12GB" in capsys.readouterr().err
+
+
+def test_that_nothing_is_held_out_is_said_with_what_mends_it(place: Path, capsys):
+    words = "the knob VALIDATION_ITEMS, or validation_items = 1 below [steps.train] in wangen.toml"
+    assert [words in note for note in planned(capsys, "cats", "--gpu", "H200")[1]["notes"]].count(True) == 1
+    set_in_train(place, "validation_items = 1")
+    assert not any("nothing is held out" in note for note in planned(capsys, "cats", "--gpu", "H200")[1]["notes"])
+
+
 def test_without_a_card_it_says_what_is_needed_and_does_not_fail(place: Path, capsys):
     code, found = planned(capsys, "cats")
     assert code == 0

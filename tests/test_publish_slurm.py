@@ -242,7 +242,10 @@ def test_what_cannot_be_submitted_is_said_once(tmp_path, pretended, monkeypatch)
     turn(bundle, NODES="two")
     done = run(bundle)
     assert (done.returncode, done.stderr) == (2, "wangen: the knob NODES is a number from 1 on\n")
-    turn(bundle, NODES="2", MAX_RESTARTS="0")
+    turn(bundle, NODES="2", HOURS="100000")
+    done = run(bundle)
+    assert (done.returncode, done.stderr) == (2, "wangen: the knob HOURS is no number above 99999\n")
+    turn(bundle, HOURS="99999", MAX_RESTARTS="0")
     monkeypatch.setenv("FAILS", "3")
     assert run(bundle).returncode == 3
     assert calls(pretended) == []
@@ -252,6 +255,22 @@ def test_what_cannot_be_submitted_is_said_once(tmp_path, pretended, monkeypatch)
     assert done.returncode == 1
     assert "sbatch refused the job train_cats-check" in done.stderr
     assert calls(pretended)[-1] == ["41"], "the job that was taken is ended"
+
+
+def test_more_nodes_than_there_are_is_said(tmp_path, pretended):
+    bundle = published(tmp_path)
+    write_tree(tmp_path / "bin", {"sinfo": "#!/bin/sh\nprintf '2\\n1\\n'\n"})
+    (tmp_path / "bin" / "sinfo").chmod(0o755)
+    turn(bundle, NODES="3")
+    assert run(bundle).stderr == ""
+    turn(bundle, NODES="4")
+    done = run(bundle)
+    assert (done.returncode, done.stderr) == (
+        0, "wangen: NODES is 4, and sinfo shows 3: the training may wait for ever (squeue says why)\n",
+    )  # fmt: skip
+    assert run(bundle, "smoke").stderr == "", "a try takes one"
+    write_tree(tmp_path / "bin", {"sinfo": "#!/bin/sh\nexit 1\n"})
+    assert run(bundle).stderr == ""
 
 
 def test_a_machine_without_slurm_is_told_so(tmp_path, monkeypatch):
@@ -290,3 +309,10 @@ def test_gpus_and_restarts_begin_as_the_training_is_told(tmp_path):
     bundle = published(tmp_path, '[steps.train]\ngpus = "4"\nmax_restarts = 7\n')
     knobs = scripts.read_knobs(script(bundle).read_bytes())
     assert (knobs["GPUS"], knobs["MAX_RESTARTS"]) == ("4", "7")
+
+
+def test_gpus_that_are_counted_by_the_machine_are_said_to_be_one(tmp_path):
+    text = script(published(tmp_path, '[steps.train]\ngpus = "auto"\n')).read_text()
+    assert (
+        "GPUs of each of them, one process each; Slurm is asked for a number, which auto is not (published: 1)" in text
+    )

@@ -174,6 +174,9 @@ def _surveyed(
         found.cache_bytes = 0  # it keeps nothing
     if train.validation_items:
         notes.append(f"with the {train.validation_items} held-out items counted as if they were trained on")
+    elif found.exact and not train.validation_config and (few := min(8, (found.num_images + found.num_clips) // 10)):
+        notes.append("nothing is held out, so that no loss shows which checkpoint is best; the knob VALIDATION_ITEMS, "
+                     f"or validation_items = {few} below [steps.train] in wangen.toml")  # fmt: skip
     return found
 
 
