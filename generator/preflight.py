@@ -21,6 +21,7 @@ from wangen.generator.experts import flag_words
 from wangen.generator.interpreter import candidates, faults, installed, wanted_libraries
 from wangen.generator.originals import changes, source_of
 from wangen.generator.prepare_steps import Preprocess
+from wangen.generator.publish.alike import same_pictures
 from wangen.generator.publish.plan import BundlePlan, Plan, make_plan
 from wangen.generator.publish.source import Source
 from wangen.generator.publish.texts import Text, toml_file
@@ -211,6 +212,8 @@ def _media(bundle: BundlePlan, source: Source | None, slug: str) -> Iterator[Lin
         return
     if found := changes(bundle, slug):
         yield Line("note", found)
+    if alike := same_pictures(source):
+        yield Line("note", alike)
     kept = [name for folder in bundle.folders for name in folder.kept]
     if kept:
         yield Line("note", f"changed in the bundle, so that publishing leaves them: {', '.join(kept[:5])}"

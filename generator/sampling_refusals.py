@@ -22,6 +22,8 @@ OTHER_MEDIA = (IMAGE_SUFFIXES | VIDEO_SUFFIXES | {".gif", ".apng"}) - {".mp4", "
 
 TILE_STEP_PX = 64
 MIN_TILE_PX = 128
+TILES_PX = range(MIN_TILE_PX, 4096 + 1, TILE_STEP_PX)
+"""The tiles that are tried where it is asked which a VAE worked in."""
 
 LORA_FLAGS = (
     ("dit", "lora_weight", "lora_multiplier"),

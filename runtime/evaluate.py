@@ -186,7 +186,9 @@ def _prepare(options: Evaluate) -> Judged:
     if options.validation_items:
         rest, judged_by = held_out(items, options.validation_items, options.seed, instead=NOT_TRAINED_ON)
     told = options.training_config
-    if told and not (rest and told.resolve() == options.dataset.resolve()):  # else what is judged by was held out of it
+    if told and told.resolve() == options.dataset.resolve():  # it is read, and what is judged by may be held out of it
+        rest = rest or items
+    elif told:
         rest = _items(training, model, told, options.resolution)
     seen = seen_sources(files, judged_by, items, training, model)
     timesteps = SMOKE_TIMESTEPS if options.smoke else options.validation_timesteps

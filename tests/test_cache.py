@@ -26,6 +26,7 @@ from wangen.runtime.cache import (
     Kind,
     Recipe,
     digest,
+    in_tiles,
     load,
     payload_digest,
     read_entry,
@@ -173,6 +174,16 @@ def test_every_kind_has_its_entry_and_its_words(tmp_path: Path, kind: Kind):
     reason = Folder(tmp_path).judge(recipe, Encoder("00", maker.dtype)).reason
     assert reason == f"encoded with {words.get(kind, 'another VAE')}"
     assert [states(tmp_path, replace(recipe, kind=other), maker) for other in KINDS if other != kind] == ["missing"] * 6
+
+
+def test_other_tiles_of_a_vae_are_not_another_vae(tmp_path: Path):
+    put(tmp_path, LATENT)
+    tiled = replace(ENCODER, identity=in_tiles(ENCODER.identity, 256))
+    reason = Folder(tmp_path).judge(LATENT, tiled).reason
+    assert reason == "encoded with another VAE tile (none, wanted --vae_tile 256)"
+    put(tmp_path / "tiled", LATENT, encoder=tiled)
+    reason = Folder(tmp_path / "tiled").judge(LATENT, ENCODER).reason
+    assert reason == "encoded with another VAE tile (--vae_tile 256, wanted without)"
 
 
 def test_the_header_names_the_source(tmp_path: Path):

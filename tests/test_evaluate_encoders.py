@@ -21,3 +21,11 @@ def test_a_vae_that_did_not_make_the_cache_is_said(tiny_run: TinyRun, tmp_path, 
         given = {"vae": vae, "num_videos": 0, "training_config": None}
         evaluate.run(flags(tiny_run, tmp_path / "run/lora.safetensors", tmp_path / "out", **given))
         assert caplog.text.count("the latents in the cache are of another VAE than --vae") == number
+
+
+def test_the_dataset_is_read_once_where_it_is_also_named_as_what_was_trained(tiny_run: TinyRun, tmp_path, monkeypatch):
+    train.run(tiny_run.options(tmp_path / "run", max_train_steps=1))
+    read, read_samples = [], evaluate.read_samples
+    monkeypatch.setattr(evaluate, "read_samples", lambda *given: read.append(given) or read_samples(*given))
+    evaluate.run(flags(tiny_run, tmp_path / "run/lora.safetensors", tmp_path / "out", num_videos=0))
+    assert len(read) == 1

@@ -178,6 +178,20 @@ def test_source_model_and_platform_can_be_chosen(place, tmp_path):
     assert len(read_tree(media(place, "wsl"))) == 7
 
 
+def test_pictures_that_are_there_twice_are_said_and_published(place, capsys):
+    assert publish(place) == 0
+    assert "the same picture" not in capsys.readouterr().out
+    folder = dataset(place)
+    for name, end in (("Front.JPG", b"1"), ("twin.jpg", b"1"), ("other.jpg", b"2")):
+        (folder / name).write_bytes(image_bytes() + end)
+        (folder / name).with_suffix(".txt").write_text("again")
+    assert publish(place) == 0
+    said = "the same picture under several names, each of which is trained: Front.JPG and twin.jpg\n"
+    assert f"  {said}" in capsys.readouterr().out
+    main(["check", NAME, "--workspace", str(place)])
+    assert f"  note     {said}" in capsys.readouterr().out
+
+
 @pytest.mark.skipif(os.name == "nt", reason="written for a POSIX host")
 def test_a_target_that_cannot_be_written(place, capsys):
     (place / "wangen.toml").write_text(SMALL + "[platform.linux]\nhost_root = '/proc/nothing'\n")

@@ -20,6 +20,7 @@ from wangen.generator.plan import gpus
 from wangen.generator.progress import bar
 from wangen.generator.publish import plan as publishing
 from wangen.generator.publish.advice import preset_advice, prompts_advice
+from wangen.generator.publish.alike import same_pictures
 from wangen.generator.publish.folder import FolderPlan
 from wangen.generator.publish.next_steps import say_next
 from wangen.generator.publish.plan import BundlePlan, Plan
@@ -156,6 +157,8 @@ def _say_source(request: Request, slug: str, model: Model, settings: DatasetSett
     click.echo(f"{request.name!r} {verb} as {slug}: {what} for {model.title} in {sizes}")
     for line in source.left_out if source else ():
         click.echo(f"  not taken: {line}")
+    if source and (alike := same_pictures(source)):
+        click.echo(f"  {alike}")
     shared = source.shared if source else ()
     for line in shared[:_NUM_NAMES]:
         click.echo(f"  {line}")

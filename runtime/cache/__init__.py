@@ -23,6 +23,7 @@ from wangen.runtime.cache.recipes import (
     Recipe,
     decoded_by,
     digest,
+    in_tiles,
     prompt_digest,
 )
 
@@ -45,6 +46,7 @@ __all__ = [
     "Verdict",
     "decoded_by",
     "digest",
+    "in_tiles",
     "load",
     "payload_digest",
     "prompt_digest",

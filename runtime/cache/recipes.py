@@ -79,6 +79,11 @@ def decoded_by(identity: str, decoder: str) -> str:
     return identity if decoder == PYAV.name else digest([identity, f"decoded by {decoder}"])
 
 
+def in_tiles(identity: str, tile: int) -> str:
+    """The identity of a VAE that works in squares of so many pixels a side; 0 for none, which leaves it as it is."""
+    return digest([identity, f"tiles of {tile}"]) if tile else identity
+
+
 NO_ENCODER = Encoder("none", "float32")
 """Of what is computed without weights, such as masks."""
 

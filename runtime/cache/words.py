@@ -3,8 +3,9 @@
 from collections.abc import Mapping
 from typing import Any
 
+from wangen.generator.sampling_refusals import TILES_PX
 from wangen.runtime.cache.entries import Entry
-from wangen.runtime.cache.recipes import TEXT_KINDS, Encoder, Kind, Recipe, decoded_by
+from wangen.runtime.cache.recipes import TEXT_KINDS, Encoder, Kind, Recipe, decoded_by, in_tiles
 from wangen.runtime.decoders.choice import DECODERS
 
 _FIXED = {
@@ -62,12 +63,17 @@ def differences(entry: Entry, recipe: Recipe, encoder: Encoder | None) -> tuple[
 
 
 def _other_encoder(made_by: str, wanted: str, kind: Kind) -> str:
-    """What differs between two identities: the decoder, where one of them is PyAV's, or else what encodes."""
+    """What differs between two identities: the decoder or the tiles, where one has the usual ones, or what encodes."""
     for decoder in DECODERS[1:]:
         if made_by == decoded_by(wanted, decoder):
             return f"decoded by {decoder}, wanted by {DECODERS[0]}"
         if wanted == decoded_by(made_by, decoder):
             return f"decoded by {DECODERS[0]}, wanted by {decoder}"
+    for tile in TILES_PX if kind not in TEXT_KINDS else ():
+        if made_by == in_tiles(wanted, tile):
+            return f"encoded with another VAE tile (--vae_tile {tile}, wanted without)"
+        if wanted == in_tiles(made_by, tile):
+            return f"encoded with another VAE tile (none, wanted --vae_tile {tile})"
     return f"encoded with another {encoder_words(kind)}"
 
 

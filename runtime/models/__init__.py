@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Protocol, cast
 from wangen import profiles
 from wangen.generator import headers, kinds
 from wangen.generator.errors import UsageError
-from wangen.generator.sampling_refusals import MIN_TILE_PX, TILE_STEP_PX, require_tile
+from wangen.generator.sampling_refusals import TILES_PX, require_tile
 from wangen.generator.tasks import require_supported
 from wangen.generator.tokenizer_file import tokenizer_digest, tokenizer_of
 from wangen.generator.vae_twins import twin_warning
@@ -35,8 +35,6 @@ log = logging.getLogger("wangen")
 TEXT_TASKS = ("t2v-14B", "ti2v-5B")
 """For each VAE the model that a cache is for when nothing else is said: those that share a VAE share its entries."""
 I2V_OF = {"t2v-14B": "i2v-14B", "ti2v-5B": "ti2v-5B"}
-
-_MOST_TILE_PX = 4096
 
 
 class LatentEncoder(Protocol):
@@ -249,16 +247,10 @@ def vae_identity(vae: Path, tile: int = 0, decoder: str = PYAV.name) -> str:
         UsageError: tiles of such a size cannot be.
         WangenError: the file cannot be read.
     """
-    from wangen.runtime.cache import decoded_by
+    from wangen.runtime.cache import decoded_by, in_tiles
 
     require_tile(tile)
-    return decoded_by(_in_tiles(headers.identity(vae, "--vae"), tile), decoder)
-
-
-def _in_tiles(identity: str, tile: int) -> str:
-    from wangen.runtime.cache import digest
-
-    return digest([identity, f"tiles of {tile}"]) if tile else identity
+    return decoded_by(in_tiles(headers.identity(vae, "--vae"), tile), decoder)
 
 
 def way_of(vae: Path, identities: Collection[str]) -> tuple[int, str] | None:
@@ -267,12 +259,12 @@ def way_of(vae: Path, identities: Collection[str]) -> tuple[int, str] | None:
     Raises:
         WangenError: the file cannot be read.
     """
-    from wangen.runtime.cache import decoded_by
+    from wangen.runtime.cache import decoded_by, in_tiles
 
     identity = headers.identity(vae, "--vae")
-    sides = (0, *range(MIN_TILE_PX, _MOST_TILE_PX + 1, TILE_STEP_PX))
+    sides = (0, *TILES_PX)
     ways = product(sides, DECODERS)
-    return next((way for way in ways if decoded_by(_in_tiles(identity, way[0]), way[1]) in identities), None)
+    return next((way for way in ways if decoded_by(in_tiles(identity, way[0]), way[1]) in identities), None)
 
 
 def text_encoder_identity(
