@@ -37,6 +37,8 @@ from wangen.profiles import Weights
 
 log = logging.getLogger("wangen")
 
+_NUM_NAMES = 3
+
 UNSAID = Encoding(vae_dtype="float32", clip_dtype="float32")
 """How the cache is made where the caching steps leave that to the machine, at most."""
 
@@ -323,8 +325,9 @@ def _how_to_get(path: Path, weights: Weights, task: str) -> str:
     fetch = (
         f" (from {weights.downloads[0].address}, or with: wangen models download {task})" if weights.downloads else ""
     )
+    more = " … (all: wangen models list)" if len(weights.files) > _NUM_NAMES else ""
     return (
         f"put it there{fetch}, or publish again to have it "
-        f"found elsewhere in models under one of its names: {', '.join(weights.files)} (where wangen.toml names the "
-        "file, under that name alone)"
+        f"found elsewhere in models under one of its names: {', '.join(weights.files[:_NUM_NAMES])}{more} (where "
+        "wangen.toml names the file, under that name alone)"
     )

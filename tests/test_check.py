@@ -157,6 +157,8 @@ def test_how_to_get_a_file_depends_on_whose_name_it_is(good, tmp_path):
     (known,) = problems(changed(good, vae=tmp_path / "vae/wan_2.1_vae.safetensors"))
     assert "with: wangen models download t2v-1.3B" in known
     assert "where wangen.toml names the file, under that name alone" in known
+    first = ", ".join(profiles.model("t2v-1.3B").weights[0].files[:3])
+    assert f"under one of its names: {first} … (all: wangen models list) (where" in known
     (own,) = problems(changed(good, vae=tmp_path / "my vae.pth"))
     assert "put it there" in own
     assert "mend its name in wangen.toml and publish again" in own
