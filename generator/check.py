@@ -14,7 +14,8 @@ from wangen import profiles
 from wangen.generator import experts, kinds
 from wangen.generator.bundle import is_called
 from wangen.generator.cache_sizes import Encoding, Texts, cached_bytes, encoding_of, sample_bytes
-from wangen.generator.dataset import read_facts
+from wangen.generator.cautions import colour_cautions
+from wangen.generator.dataset import MediaFacts, media_of, read_facts
 from wangen.generator.edit_tasks import task_warning
 from wangen.generator.errors import WangenError, many
 from wangen.generator.files import full_disks, nearest_existing
@@ -170,7 +171,13 @@ def examine(options: Check, entries: Sequence[DatasetEntry], steps: Iterable[Ste
     counts = {media: sum(s.num_items for s in surveys if s.entry.media == media) for media in ("image", "video")}
     # Blocks that share a folder find the same.
     num_resolutions = len({entry.resolution for entry in entries})
-    told = (_swapped(options), twin_warning(options.vae, model), task_warning(options.dit, model))
+    facts = {path: known for survey in surveys for path, known in survey.clips.items()}
+    told = (
+        _swapped(options),
+        twin_warning(options.vae, model),
+        task_warning(options.dit, model),
+        *colour_cautions(facts),
+    )
     warnings = dict.fromkeys(filter(None, (*(_incomplete(entry.directory) for entry in entries), *told)))
     num_taught = sum(survey.num_samples for survey in surveys if not survey.entry.is_reg)
     num_batches = sum(each.num_samples * each.entry.num_repeats // each.entry.batch_size for each in surveys)
@@ -198,13 +205,14 @@ def _swapped(options: Check) -> str:
 
 @dataclass
 class _Survey:
-    """What was found in a block of the TOML: items, their samples, about the bytes of their cache, problems."""
+    """What was found in a block of the TOML: items, their samples, about the bytes of their cache, problems, clips."""
 
     entry: DatasetEntry
     num_items: int = 0
     num_samples: int = 0
     cache_bytes: int = 0
     findings: list[Finding] = field(default_factory=list)
+    clips: dict[Path, MediaFacts] = field(default_factory=dict)
 
 
 def _survey(entry: DatasetEntry, model: profiles.Model, encoding: Encoding, texts: Texts) -> _Survey:
@@ -227,6 +235,7 @@ def _survey(entry: DatasetEntry, model: profiles.Model, encoding: Encoding, text
         if wrong := list(misfits(item, entry, model, facts_of)):
             survey.findings += [Finding(str(problem.path), problem.found, problem.cure) for problem in wrong]
             continue
+        survey.clips |= {path: facts_of(path) for path in (item.path, *item.companions) if media_of(path) == "video"}
         clips = [(0, 1)]
         if item.media == "video":
             clips = windows(entry, clip_frames(item, facts_of(item.path), model.fps, entry.source_fps))

@@ -1,9 +1,7 @@
 """A folder of media with caption files -> items, or the list of everything that is wrong with it."""
 
 import os
-import struct
 import unicodedata
-import zlib
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -18,8 +16,8 @@ from wangen.generator.install import require_library
 from wangen.generator.npz import SUFFIX, is_npz, is_other_archive, read_npz_facts
 from wangen.generator.pace import beat_of_packets, steady
 from wangen.generator.paths import windows_name_problem
-from wangen.generator.pictures import open_picture
-from wangen.generator.videos import aspect_of, flip_of, open_video, packet_times, square_size
+from wangen.generator.pictures import DECODING_ERRORS, open_picture
+from wangen.generator.videos import HDR, aspect_of, flip_of, is_transparent, open_video, packet_times, square_size
 
 IMAGE_SUFFIXES = frozenset({".png", ".jpg", ".jpeg", ".webp", ".bmp", ".avif"})
 VIDEO_SUFFIXES = frozenset({".mp4", ".webm", ".avi", ".mkv", ".mov", ".flv", ".wmv", ".m4v", ".mpg", ".mpeg", SUFFIX})
@@ -32,12 +30,6 @@ NO_CAPTION, REPLACE = "has no caption", "replace it or take it out"
 _AGAIN = "check the path, or publish the dataset again"
 _Entries = list[os.DirEntry[str]]
 
-DECODING_ERRORS = (
-    OSError, SyntaxError, ValueError, EOFError, LookupError, TypeError, ArithmeticError, RuntimeError, struct.error,
-    zlib.error, MemoryError,
-)  # fmt: skip
-"""What Pillow's decoders raise for malformed files."""
-
 
 @dataclass(frozen=True)
 class MediaFacts:
@@ -48,12 +40,13 @@ class MediaFacts:
         height: pixels after rotation, square ones.
         num_frames: 1 for an image.
         duration_s: 0 for an image; else last frame's end minus first frame's start, in seconds.
-        transparent: an image that may be transparent somewhere.
+        transparent: an image that may be transparent somewhere, or a video that is.
         rate: frames per second of a video, by its stamps; 0 where they do not come evenly.
         mirrored: a video whose file says that its picture be mirrored.
         aspect: width of a video's stored pixel as a part of its height.
         profiled: an image whose colour profile says other colours than sRGB's.
         on_clock: a video's frames are on screen when its nearest whole rate says so.
+        hdr: a video for screens of high dynamic range.
     """
 
     width: int
@@ -66,6 +59,7 @@ class MediaFacts:
     aspect: float = 1.0
     profiled: bool = False
     on_clock: bool = True
+    hdr: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -379,6 +373,7 @@ def _video_facts(path: Path) -> MediaFacts:
             width, height = (frame.height, frame.width) if frame.rotation % 180 else (frame.width, frame.height)
             mirrored, aspect = bool(flip_of(frame)), aspect_of(stream)
             width, height = square_size((width, height), frame.rotation, aspect)
+            transparent, hdr = is_transparent(stream, frame), frame.color_trc in HDR
         times, time_base, rate = packet_times(path)
     except (av.FFmpegError, StopIteration, OSError) as error:
         raise WangenError(f"cannot be read as a video ({_short(error)})", where=str(path)) from None
@@ -387,7 +382,9 @@ def _video_facts(path: Path) -> MediaFacts:
         first, (last, last_duration) = min(known)[0], max(known)
         duration_s = (last - first) * time_base + (last_duration * time_base or (1 / rate if rate else 0.0))
     own, on_clock = beat_of_packets([time for time, _ in times], time_base, rate)
-    return MediaFacts(width, height, len(times), duration_s, False, own, mirrored, aspect, on_clock=on_clock)
+    return MediaFacts(
+        width, height, len(times), duration_s, transparent, own, mirrored, aspect, on_clock=on_clock, hdr=hdr
+    )
 
 
 def _no_image(path: Path, error: BaseException) -> WangenError:

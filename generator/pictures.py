@@ -3,7 +3,9 @@
 Pillow takes the decoder by content. One of them hands PostScript to Ghostscript, a program that executes it.
 """
 
+import struct
 import warnings
+import zlib
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -13,6 +15,12 @@ if TYPE_CHECKING:
 
 FORMATS = ("PNG", "JPEG", "MPO", "WEBP", "BMP", "DIB", "AVIF", "GIF", "TIFF")
 """How a picture can be stored, with what people misname; Pillow passes over those that it lacks."""
+
+DECODING_ERRORS = (
+    OSError, SyntaxError, ValueError, EOFError, LookupError, TypeError, ArithmeticError, RuntimeError, struct.error,
+    zlib.error, MemoryError,
+)  # fmt: skip
+"""What Pillow's decoders raise for malformed files."""
 
 
 def open_picture(path: Path) -> "Image.Image":

@@ -6,6 +6,8 @@ from typing import Any
 
 from wangen.generator.install import require_library
 
+HDR = (16, 18)
+"""Of a high dynamic range, as ITU-T H.273 counts transfer characteristics: PQ of HDR10, and HLG of many telephones."""
 NEARLY_SQUARE = 0.01
 """Pixels whose sides differ by less are square."""
 
@@ -79,3 +81,15 @@ def flip_of(frame: Any) -> str:
     if quarters % 2:
         return "TRANSPOSE" if c > 0 else "TRANSVERSE"
     return "FLIP_LEFT_RIGHT" if a < 0 else "FLIP_TOP_BOTTOM"
+
+
+def is_transparent(stream: Any, frame: Any) -> bool:
+    """Whether a video's first frame is transparent somewhere; a channel that says nowhere counts for nothing.
+
+    ffmpeg's own decoders leave out that of a webm, which says only that there is one.
+    """
+    if stream.metadata.get("alpha_mode") == "1":
+        return True
+    if not any(component.is_alpha for component in frame.format.components):
+        return False
+    return bool(frame.reformat(format="rgba").to_ndarray()[..., 3].min() < 255)

@@ -11,10 +11,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from wangen.generator.colours import in_srgb
-from wangen.generator.dataset import DECODING_ERRORS, media_of, read_facts
+from wangen.generator.dataset import media_of, read_facts
 from wangen.generator.errors import WangenError, many
 from wangen.generator.manifests import read_manifest
-from wangen.generator.pictures import open_picture
+from wangen.generator.pictures import DECODING_ERRORS, open_picture
 from wangen.generator.toml_values import WHITE
 from wangen.runtime.decoders.base import FrameDecoder, decoded
 from wangen.runtime.decoders.pyav import PYAV, as_watched, pixel_aspect, shown_at, timed
