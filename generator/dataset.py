@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from wangen.generator import pictures, videos
 from wangen.generator.colours import is_profiled
 from wangen.generator.errors import WangenError, read_cure
 from wangen.generator.excerpts import Excerpt
@@ -346,9 +347,10 @@ def _image_facts(path: Path) -> MediaFacts:
             turned = image.format != "TIFF" and image.getexif().get(0x0112, 1) in (5, 6, 7, 8)
             transparent, profiled = image.has_transparency_data, is_profiled(image)
     except UnidentifiedImageError:
-        raise WangenError("cannot be read as an image" if path.stat().st_size else "is empty (0 bytes)",
-                          where=str(path)) from None  # fmt: skip
-    except (*DECODING_ERRORS, Image.DecompressionBombError) as error:
+        raise WangenError(pictures.fault_of(path), where=str(path)) from None
+    except Image.DecompressionBombError:
+        raise WangenError("has more than 178 million pixels: make it smaller", where=str(path)) from None
+    except DECODING_ERRORS as error:
         raise _no_image(path, error) from None
     return MediaFacts(*((height, width) if turned else (width, height)), 1, 0.0, transparent, profiled=profiled)
 
@@ -367,7 +369,7 @@ def _video_facts(path: Path) -> MediaFacts:
     try:
         with open_video(path) as container:
             if not container.streams.video:
-                raise WangenError("has no video stream", where=str(path))
+                raise WangenError(videos.fault_of(path, "has no video stream"), where=str(path))
             stream = container.streams.video[0]
             frame = next(container.decode(stream))
             width, height = (frame.height, frame.width) if frame.rotation % 180 else (frame.width, frame.height)
@@ -376,7 +378,8 @@ def _video_facts(path: Path) -> MediaFacts:
             transparent, hdr = is_transparent(stream, frame), frame.color_trc in HDR
         times, time_base, rate = packet_times(path)
     except (av.FFmpegError, StopIteration, OSError) as error:
-        raise WangenError(f"cannot be read as a video ({_short(error)})", where=str(path)) from None
+        found = videos.fault_of(path, f"cannot be read as a video ({_short(error)})")
+        raise WangenError(found, where=str(path)) from None
     duration_s = len(times) / rate if rate else 0.0
     if known := [(time, ticks) for time, ticks in times if time is not None]:
         first, (last, last_duration) = min(known)[0], max(known)

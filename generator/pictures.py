@@ -6,6 +6,7 @@ Pillow takes the decoder by content. One of them hands PostScript to Ghostscript
 import struct
 import warnings
 import zlib
+from contextlib import suppress
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -21,6 +22,23 @@ DECODING_ERRORS = (
     zlib.error, MemoryError,
 )  # fmt: skip
 """What Pillow's decoders raise for malformed files."""
+
+_OTHERS = (
+    ("HEIC", 4, b"ftyphe"), ("JPEG XL", 0, b"\xff\x0a"), ("JPEG XL", 4, b"JXL "), ("JPEG 2000", 4, b"jP  "),
+    ("a file of Photoshop", 0, b"8BPS"),
+)  # fmt: skip
+"""What people and programs call .jpg or .png all the same: its name, and where near its start stand which bytes."""
+
+
+def fault_of(path: Path) -> str:
+    """What is wrong with a file that is in none of the formats."""
+    with suppress(OSError), path.open("rb") as file:
+        if not (start := file.read(16)):
+            return "is empty (0 bytes)"
+        for name, at, known in _OTHERS:
+            if start[at:].startswith(known):
+                return f"cannot be read as an image (it is {name}: save it as PNG or JPEG)"
+    return "cannot be read as an image"
 
 
 def open_picture(path: Path) -> "Image.Image":

@@ -1,6 +1,7 @@
 """Videos of anybody's: what they say of themselves may be in any encoding, and how they are to be shown."""
 
 import struct
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,37 @@ def open_video(path: Path) -> Any:
     # From 19 on it has no such word, and takes whatever metadata holds.
     words = {"metadata_errors": "replace"} if int(av.__version__.partition(".")[0]) < 19 else {}
     return av.open(str(path), **words)
+
+
+def fault_of(path: Path, error: str) -> str:
+    """What is wrong with a file that cannot be read as a video.
+
+    Args:
+        path: the file.
+        error: what ffmpeg says of it.
+    """
+    with suppress(OSError):
+        if not path.stat().st_size:
+            return "is empty (0 bytes)"
+        if _lacks_index(path):
+            return "cannot be read as a video (its end, where an mp4 has its index, is missing)"
+    return error
+
+
+def _lacks_index(path: Path) -> bool:
+    """Whether a file begins as an mp4 or mov and ends before its index, as a recording or a copy that broke off."""
+    end, at, kinds = path.stat().st_size, 0, list[bytes]()
+    with path.open("rb") as file:
+        while at < end:
+            file.seek(at)
+            head = file.read(16).ljust(16, b"\0")
+            size = int.from_bytes(head[8:] if head[:4] == b"\0\0\0\1" else head[:4])
+            kinds.append(head[4:8])
+            if size < 8 or at + size > end:
+                break
+            at += size
+    whole = kinds[:-1] if at < end else kinds
+    return kinds[0] == b"ftyp" and b"moov" not in whole
 
 
 def packet_times(path: Path) -> tuple[list[tuple[int | None, int]], float, float]:

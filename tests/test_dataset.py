@@ -145,6 +145,41 @@ def test_everything_that_is_wrong_is_listed_at_once(tmp_path):
     assert not any(str(tmp_path) in str(problem) for problem in problems)
 
 
+@pytest.mark.parametrize(
+    ("start", "kind"),
+    [(b"\0\0\0\x18ftypheic", "HEIC"), (b"\0\0\0\x0cJXL \r\n\x87\n", "JPEG XL"), (b"\xff\x0a\xfa", "JPEG XL"),
+     (b"\0\0\0\x0cjP  \r\n\x87\n", "JPEG 2000"), (b"8BPS\0\1", "a file of Photoshop")],
+)  # fmt: skip
+def test_a_picture_of_another_format_under_a_known_name_is_told_what_it_is(tmp_path: Path, start: bytes, kind: str):
+    path = write_tree(tmp_path, {"a.jpg": start + bytes(200)}) / "a.jpg"
+    with pytest.raises(WangenError) as caught:
+        read_facts(path)
+    assert caught.value.found == f"cannot be read as an image (it is {kind}: save it as PNG or JPEG)"
+
+
+def test_a_picture_of_too_many_pixels_is_to_be_made_smaller(tmp_path: Path):
+    Image.new("1", (20000, 9500)).save(tmp_path / "a.png")
+    with pytest.raises(WangenError, match="has more than 178 million pixels: make it smaller"):
+        read_facts(tmp_path / "a.png")
+
+
+@pytest.mark.parametrize("share", [0.1, 0.5, 0.95])
+def test_an_mp4_that_broke_off_before_its_index_is_told_so(tmp_path: Path, share: float):
+    whole = clip_bytes(tmp_path)
+    path = write_tree(tmp_path, {"a.mp4": whole[: int(len(whole) * share)]}) / "a.mp4"
+    with pytest.raises(WangenError, match="its end, where an mp4 has its index, is missing"):
+        read_facts(path)
+
+
+def test_an_empty_clip_and_one_that_is_no_mp4(tmp_path: Path):
+    tree = write_tree(
+        tmp_path, {"a.mp4": b"", "b.mp4": b"x" * 500, "c.mp4": b"\0\0\0\x08ftyp\0\0\0\x08moov" + bytes(99)}
+    )
+    assert inspect(tree / "a.mp4").found == "is empty (0 bytes)"
+    for name in ("b.mp4", "c.mp4"):
+        assert inspect(tree / name).found.startswith("cannot be read as a video ([Errno ")
+
+
 @posix_names
 def test_names_that_windows_cannot_hold(tmp_path):
     names = ["a:b.jpg", "nul.png", "what?.jpg", "dot.jpg.", "blank.jpg ", "con .jpeg"]
