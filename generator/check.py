@@ -14,7 +14,7 @@ from wangen import profiles
 from wangen.generator import experts, kinds
 from wangen.generator.bundle import is_called
 from wangen.generator.cache_sizes import Encoding, Texts, cached_bytes, encoding_of, sample_bytes
-from wangen.generator.cautions import colour_cautions
+from wangen.generator.cautions import clip_cautions
 from wangen.generator.dataset import MediaFacts, media_of, read_facts
 from wangen.generator.edit_tasks import task_warning
 from wangen.generator.errors import WangenError, many
@@ -176,7 +176,7 @@ def examine(options: Check, entries: Sequence[DatasetEntry], steps: Iterable[Ste
         _swapped(options),
         twin_warning(options.vae, model),
         task_warning(options.dit, model),
-        *colour_cautions(facts),
+        *clip_cautions(facts),
     )
     warnings = dict.fromkeys(filter(None, (*(_incomplete(entry.directory) for entry in entries), *told)))
     num_taught = sum(survey.num_samples for survey in surveys if not survey.entry.is_reg)

@@ -17,7 +17,7 @@ from wangen.generator.install import require_library
 from wangen.generator.npz import SUFFIX, is_npz, is_other_archive, read_npz_facts
 from wangen.generator.pace import beat_of_packets, steady
 from wangen.generator.paths import windows_name_problem
-from wangen.generator.pictures import DECODING_ERRORS, open_picture
+from wangen.generator.pictures import DECODING_ERRORS, open_picture, short
 from wangen.generator.videos import HDR, aspect_of, flip_of, is_transparent, open_video, packet_times, square_size
 
 IMAGE_SUFFIXES = frozenset({".png", ".jpg", ".jpeg", ".webp", ".bmp", ".avif"})
@@ -48,6 +48,7 @@ class MediaFacts:
         profiled: an image whose colour profile says other colours than sRGB's.
         on_clock: a video's frames are on screen when its nearest whole rate says so.
         hdr: a video for screens of high dynamic range.
+        interlaced: a video of half pictures, one of even and one of odd lines.
     """
 
     width: int
@@ -61,6 +62,7 @@ class MediaFacts:
     profiled: bool = False
     on_clock: bool = True
     hdr: bool = False
+    interlaced: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -375,26 +377,21 @@ def _video_facts(path: Path) -> MediaFacts:
             width, height = (frame.height, frame.width) if frame.rotation % 180 else (frame.width, frame.height)
             mirrored, aspect = bool(flip_of(frame)), aspect_of(stream)
             width, height = square_size((width, height), frame.rotation, aspect)
-            transparent, hdr = is_transparent(stream, frame), frame.color_trc in HDR
+            transparent, hdr, interlaced = is_transparent(stream, frame), frame.color_trc in HDR, frame.interlaced_frame
         times, time_base, rate = packet_times(path)
     except (av.FFmpegError, StopIteration, OSError) as error:
-        found = videos.fault_of(path, f"cannot be read as a video ({_short(error)})")
+        found = videos.fault_of(path, f"cannot be read as a video ({short(error)})")
         raise WangenError(found, where=str(path)) from None
     duration_s = len(times) / rate if rate else 0.0
     if known := [(time, ticks) for time, ticks in times if time is not None]:
         first, (last, last_duration) = min(known)[0], max(known)
         duration_s = (last - first) * time_base + (last_duration * time_base or (1 / rate if rate else 0.0))
     own, on_clock = beat_of_packets([time for time, _ in times], time_base, rate)
-    return MediaFacts(
-        width, height, len(times), duration_s, transparent, own, mirrored, aspect, on_clock=on_clock, hdr=hdr
-    )
+    return MediaFacts(width, height, len(times), duration_s, transparent, own, mirrored, aspect,
+                      on_clock=on_clock, hdr=hdr, interlaced=interlaced)  # fmt: skip
 
 
 def _no_image(path: Path, error: BaseException) -> WangenError:
     """What Pillow says of a file; where the system could not read it, the picture may be good."""
     cure = read_cure(error) if isinstance(error, OSError) and error.errno else ""
-    return WangenError(f"cannot be read as an image ({_short(error)})", where=str(path), cure=cure)
-
-
-def _short(error: BaseException) -> str:
-    return (str(error).splitlines() or [type(error).__name__])[0].split(": '")[0]
+    return WangenError(f"cannot be read as an image ({short(error)})", where=str(path), cure=cure)

@@ -41,6 +41,15 @@ def fault_of(path: Path) -> str:
     return "cannot be read as an image"
 
 
+def short(error: BaseException) -> str:
+    """What a library says of a file, without its path and further lines.
+
+    >>> short(OSError("cannot identify it: 'a.jpg'"))
+    'cannot identify it'
+    """
+    return (str(error).splitlines() or [type(error).__name__])[0].split(": '")[0]
+
+
 def open_picture(path: Path) -> "Image.Image":
     """A picture whose header has been read, to be closed by the caller.
 

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from wangen.generator import headers, kinds
-from wangen.generator.cautions import colour_cautions
+from wangen.generator.cautions import clip_cautions
 from wangen.generator.session import Report
 from wangen.generator.steps import CacheLatents
 from wangen.profiles import Model
@@ -33,7 +33,7 @@ def run(options: CacheLatents) -> Report:
     """
     model = model_of_cache(options.task, vae=options.vae, i2v=options.i2v or _implies_i2v(options))
     samples = read_samples(options, model, make_folders=not options.debug_mode)
-    for caution in colour_cautions({path: source.facts for sample in samples for path, source in sample.files()}):
+    for caution in clip_cautions({path: source.facts for sample in samples for path, source in sample.files()}):
         log.warning("  %s", caution)
     if options.debug_mode:
         return _contact_sheet(options, samples)

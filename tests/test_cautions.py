@@ -1,4 +1,4 @@
-"""Clips in HDR and transparent ones: `check`, `cache_latents` and `preprocess` name them once, with a cure."""
+"""Clips in HDR, transparent and interlaced ones: `check`, `cache_latents` and `preprocess` name them, with a cure."""
 
 import subprocess
 from pathlib import Path
@@ -11,7 +11,7 @@ from footage import decoded, prepare, write_video
 from test_check_media import examined
 from test_recipes import samples_of, write_toml
 
-from wangen.generator.cautions import colour_cautions
+from wangen.generator.cautions import clip_cautions
 from wangen.generator.dataset import read_facts
 from wangen.generator.steps import CacheLatents
 from wangen.runtime import cache_latents
@@ -38,6 +38,10 @@ def clip(
             container.mux(stream.encode(av.VideoFrame.from_ndarray(picture, format="rgba")))
         container.mux(stream.encode())
     return path
+
+
+def ffmpeg(*words: str) -> None:
+    subprocess.run([imageio_ffmpeg.get_ffmpeg_exe(), "-loglevel", "error", *words], check=True)
 
 
 @pytest.mark.parametrize("suffix", [".mp4", ".mov", ".mkv"])
@@ -76,6 +80,26 @@ def dataset(folder: Path) -> Path:
     return write_toml(folder, BLOCK.format(64, 48), BLOCK.format(32, 32))
 
 
+@pytest.mark.parametrize(
+    ("suffix", "words"),
+    [(".mpg", ("mpeg2video", "-flags", "+ilme+ildct")), (".mp4", ("libx264", "-flags", "+ilme+ildct")),
+     (".mov", ("prores_ks", "-flags", "+ildct"))],
+)  # fmt: skip
+@pytest.mark.parametrize("interlaced", [True, False])
+def test_interlaced_clips_are_named(tmp_path: Path, suffix: str, words: tuple[str, ...], interlaced: bool):
+    path, made = tmp_path / f"a{suffix}", tmp_path / "OUT.mp4"
+    woven = ("-vf", "interlace", "-c:v", *words) if interlaced else ("-r", "25", "-c:v", words[0])
+    source = ("-f", "lavfi", "-i", "testsrc2=s=64x48:r=50:d=0.4")
+    ffmpeg(*source, *woven, str(path))
+    assert read_facts(path).interlaced == interlaced
+    cautions = list(clip_cautions({path: read_facts(path)}))
+    assert len(cautions) == interlaced
+    for caution in cautions:
+        assert caution.startswith("1 clip is interlaced (a")
+        ffmpeg(*(caution.partition("each: ffmpeg ")[2].replace("IN", str(path)).replace("OUT.mp4", str(made)).split()))
+        assert not list(clip_cautions({made: read_facts(made)}))
+
+
 def test_check_counts_and_names_them_once(tmp_path: Path):
     found = examined(dataset(tmp_path))
     assert found.findings == ()
@@ -99,7 +123,7 @@ def test_caching_counts_and_names_them_once(
 
 def test_ordinary_media_are_not_named(tmp_path: Path):
     write_video(tmp_path / "a.mp4", [np.zeros((48, 64, 3), np.uint8)] * 5)
-    assert not list(colour_cautions({tmp_path / "a.mp4": read_facts(tmp_path / "a.mp4")}))
+    assert not list(clip_cautions({tmp_path / "a.mp4": read_facts(tmp_path / "a.mp4")}))
 
 
 def test_their_pixels_and_recipes_are_those_of_before(tmp_path: Path):
@@ -119,13 +143,11 @@ def test_footage_is_named_before_it_is_cut(tmp_path: Path, caplog: pytest.LogCap
 
 def test_the_line_for_transparent_clips_lays_them_over_white(tmp_path: Path):
     path = clip(tmp_path / "a.mov", codec="qtrle", pixels="argb", alpha=0)
-    (caution,) = colour_cautions({path: read_facts(path)})
+    (caution,) = clip_cautions({path: read_facts(path)})
     made = tmp_path / "OUT.mp4"
     words = caution.partition('ffmpeg -i IN -vf "')[2].partition('" -pix_fmt')[0]
-    line = [imageio_ffmpeg.get_ffmpeg_exe(), "-loglevel", "error", "-i", str(path), "-vf", words, "-pix_fmt", "yuv420p",
-            str(made)]  # fmt: skip
-    subprocess.run(line, check=True)
+    ffmpeg("-i", str(path), "-vf", words, "-pix_fmt", "yuv420p", str(made))
     frame = decoded(made)[0].astype(int)
     assert np.abs(frame[8:-8, 8:24] - 255).max() < 6
     assert np.abs(frame[8:-8, 40:56] - (200, 40, 40)).max() < 12
-    assert not list(colour_cautions({made: read_facts(made)}))
+    assert not list(clip_cautions({made: read_facts(made)}))

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from wangen.generator.cautions import colour_cautions
+from wangen.generator.cautions import clip_cautions
 from wangen.generator.dataset import Problem
 from wangen.generator.errors import UsageError, WangenError, many
 from wangen.generator.files import is_file, remove, write_text
@@ -103,7 +103,7 @@ def _plan(
     known = [Known(video, sources[video.path]) for video in videos if video.path in sources]
     if not known:
         raise WangenError("no video can be used", where=str(options.videos), cure="mend what is listed above")
-    for caution in colour_cautions({item.video.path: item.source.facts for item in known}):
+    for caution in clip_cautions({item.video.path: item.source.facts for item in known}):
         log.warning("  %s", caution)
     most = estimate(known, form, num_workers(options))
     log.info("  %s with %s", most.words(form), many(num_workers(options), "worker"))
