@@ -60,7 +60,7 @@ def run(options: Check) -> Report:
         findings += _refused_later(steps, seen)
     for finding in findings:
         log.error("  - %s", finding)
-    for warning in filter(None, (*script.warnings, *seen.warnings, _changes_since())):
+    for warning in filter(None, (*script.warnings, *seen.warnings, *seen.cautions, _changes_since())):
         log.warning("  %s", warning)
     verdict = many(len(findings), "problem") if findings else "all good"
     return Report(
@@ -128,7 +128,7 @@ def _is_empty(folder: Path) -> bool:
 class Examined:
     """What a dataset's blocks hold, and all that is wrong with them, the weights and the folders.
 
-    `to_cache` has for each cache folder about the bytes that are not in it yet.
+    `to_cache` has for each cache folder about the bytes that are not in it yet; `cautions` stop nothing.
     """
 
     num_images: int
@@ -139,6 +139,7 @@ class Examined:
     to_cache: Mapping[Path, int]
     findings: tuple[Finding, ...]
     warnings: tuple[str, ...]
+    cautions: tuple[str, ...]
 
     def leaves_nothing(self, options: Train) -> tuple[str, str] | None:
         """What is wrong, and what to do, when a training holds out as many items as there are at most."""
@@ -171,18 +172,13 @@ def examine(options: Check, entries: Sequence[DatasetEntry], steps: Iterable[Ste
     counts = {media: sum(s.num_items for s in surveys if s.entry.media == media) for media in ("image", "video")}
     # Blocks that share a folder find the same.
     num_resolutions = len({entry.resolution for entry in entries})
-    facts = {path: known for survey in surveys for path, known in survey.clips.items()}
-    told = (
-        _swapped(options),
-        twin_warning(options.vae, model),
-        task_warning(options.dit, model),
-        *clip_cautions(facts),
-    )
+    told = (_swapped(options), twin_warning(options.vae, model), task_warning(options.dit, model))
     warnings = dict.fromkeys(filter(None, (*(_incomplete(entry.directory) for entry in entries), *told)))
+    clips = {path: facts for survey in surveys for path, facts in survey.clips.items()}
     num_taught = sum(survey.num_samples for survey in surveys if not survey.entry.is_reg)
     num_batches = sum(each.num_samples * each.entry.num_repeats // each.entry.batch_size for each in surveys)
     return Examined(counts["image"], counts["video"], num_resolutions, num_taught, num_batches, to_cache,
-                    tuple(dict.fromkeys(findings)), tuple(warnings))  # fmt: skip
+                    tuple(dict.fromkeys(findings)), tuple(warnings), tuple(clip_cautions(clips)))  # fmt: skip
 
 
 def _incomplete(folder: Path) -> str:

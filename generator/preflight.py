@@ -174,6 +174,8 @@ def _files(target: Target, options: Check, trainings: Sequence[Train], *, uncut:
     found = examine(replace(seen, **left_out), entries)
     for problem in (*found.warnings, *found.findings):
         yield Line("problem", str(problem))
+    for caution in found.cautions:
+        yield Line("note", caution)
     for fault in filter(None, map(found.leaves_nothing, trainings if entries else ())):
         yield Line("problem", "; ".join(fault))
     yield Line("note" if found.findings or found.warnings else "ok", f"{found}")

@@ -26,7 +26,7 @@ BLOCK = "video_directory = '@/clips'\ntarget_frames = [5]\nresolution = [{}, {}]
 def clip(
     path: Path, *, transfer: int = BT709, codec: str = "libx264", pixels: str = "yuv420p", alpha: int = 255
 ) -> Path:
-    """Twelve red frames; the left half has this alpha where the format has one."""
+    """Two dozen red frames; the left half has this alpha where the format has one."""
     path.parent.mkdir(parents=True, exist_ok=True)
     picture = np.full((SIZE[1], SIZE[0], 4), (200, 40, 40, 255), np.uint8)
     picture[:, :32, 3] = alpha
@@ -34,7 +34,7 @@ def clip(
         stream = container.add_stream(codec, rate=16)
         stream.width, stream.height, stream.pix_fmt = *SIZE, pixels
         stream.codec_context.color_trc = transfer
-        for _ in range(12):
+        for _ in range(24):
             container.mux(stream.encode(av.VideoFrame.from_ndarray(picture, format="rgba")))
         container.mux(stream.encode())
     return path
@@ -103,7 +103,8 @@ def test_interlaced_clips_are_named(tmp_path: Path, suffix: str, words: tuple[st
 def test_check_counts_and_names_them_once(tmp_path: Path):
     found = examined(dataset(tmp_path))
     assert found.findings == ()
-    in_hdr, transparent = found.warnings
+    assert found.warnings == ()
+    in_hdr, transparent = found.cautions
     assert in_hdr.startswith("2 clips are in HDR (a.mov, b.mp4), and their colours are taken as stored, pale and flat")
     assert transparent.startswith("1 clip is transparent (d.mov), and the colours that lie beneath are taken")
 

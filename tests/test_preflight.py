@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from helpers import clip_bytes, image_bytes, write_tree
 from kept import keep, put_back
+from test_cautions import clip as clip_in_hdr
 from tiny_weights import write_tiny_wan
 
 from wangen.generator import target as targets
@@ -88,6 +89,12 @@ def test_all_is_well(site, capsys):
     assert f"Python {sys.executable} has wangen" in shown
     assert shown.count("1 image and 1 clip with captions") == 2
     assert list((site / "published" / HERE / "outputs" / "red_house").iterdir()) == []
+
+
+def test_clips_that_are_not_taken_as_people_see_them_are_a_note(site, capsys, tmp_path):
+    clip_in_hdr(site / "datasets/Red House/b.mp4", transfer=18)
+    publish()
+    assert check(capsys, 0).count("note     1 clip is in HDR (b.mp4)") == 2
 
 
 def test_one_platform_only(site, capsys):
