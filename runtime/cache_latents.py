@@ -33,8 +33,7 @@ def run(options: CacheLatents) -> Report:
     """
     model = model_of_cache(options.task, vae=options.vae, i2v=options.i2v or _implies_i2v(options))
     samples = read_samples(options, model, make_folders=not options.debug_mode)
-    for caution in clip_cautions({path: source.facts for sample in samples for path, source in sample.files()}):
-        log.warning("  %s", caution)
+    say_cautions(samples)
     if options.debug_mode:
         return _contact_sheet(options, samples)
     clip = chosen_clip(options, model, samples)
@@ -47,6 +46,12 @@ def run(options: CacheLatents) -> Report:
         return encoding.encode(options, model, clip, work)
 
     return fill(options, samples, encoders, encode)
+
+
+def say_cautions(samples: Sequence[Sample]) -> None:
+    """Say which clips are not encoded as people see them, and what to do about it."""
+    for caution in clip_cautions({path: source.facts for sample in samples for path, source in sample.files()}):
+        log.warning("  %s", caution)
 
 
 def _implies_i2v(options: CacheLatents) -> bool:

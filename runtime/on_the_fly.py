@@ -205,6 +205,7 @@ def _in_memory(
     held: dict[Place, Held] = {}
     jobs: list[tuple[Work, Callable[[Work], int]]] = []
     if step:
+        cache_latents.say_cautions(samples)
         clip = cache_latents.chosen_clip(step, model, samples)
         encoders = cache_latents.latent_encoders(step, model, clip)
         wanted = {kind: encoder for kind, encoder in encoders.items() if kind in read}
@@ -231,6 +232,7 @@ def live_entries(options: Train, model: Model, samples: Sequence[Sample], read: 
     """
     step, text_step = _latents_step(options, model, samples), _text_step(options, model, samples)
     expect_vae(step.vae, model)
+    cache_latents.say_cautions(samples)
     clip = cache_latents.chosen_clip(step, model, samples)
     encoder = cache_text.text_encoder(text_step)
     encoders = {**cache_latents.latent_encoders(step, model, clip), **dict.fromkeys(TEXT_KINDS, encoder)}

@@ -72,6 +72,20 @@ def test_to_disk_the_entries_stay_and_are_those_of_the_caching_steps(
     train.run(run.options(tmp_path / "again", dataset_config=config, max_train_steps=1))
 
 
+@pytest.mark.parametrize("how", ["cache_latents", "cache_latents_to_disk", "realtime"])
+def test_clips_that_are_not_taken_as_people_see_them_are_named_once(
+    run: TinyRun, tmp_path: Path, how: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(cache_latents, "clip_cautions", lambda facts: [f"seen: {len(facts)}"])
+    how_given = {"cache_mode": how} if how == "realtime" else {how: True}
+    given = options(run, tmp_path, dataset_config=without_cache(run, tmp_path), **how_given)
+    num_files = len({cached.sample.item.path for cached in found(run, given)})
+    assert caplog.text.count(f"seen: {num_files}") == 1
+    caplog.clear()
+    found(run, run.options(tmp_path / "cached"))
+    assert "seen" not in caplog.text
+
+
 def test_only_what_is_missing_is_encoded(run: TinyRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     config = without_cache(run, tmp_path)
     cache_latents.run(CacheLatents(dataset_config=config, vae=run.weights["vae"], vae_dtype="float32", device="cpu"))
