@@ -28,7 +28,7 @@ from torch.utils.flop_counter import FlopCounterMode, addmm_flop
 
 from wangen import profiles
 from wangen.generator.flops import FLASH_BACKWARD, forward_flops
-from wangen.generator.memory import RESERVE, memory_plan, settings_of
+from wangen.generator.memory import RESERVE, memory_plan, memory_settings
 from wangen.generator.plan.estimate import memory_tokens, shape_flops
 from wangen.generator.plan.shapes import Shape
 from wangen.generator.weight_counts import CLIP_TOKENS
@@ -136,7 +136,7 @@ def measure(case: Case) -> Found:
     counts = counter.get_flop_counts()["Global"].items()
     options, model, shape = run.plan.options, case.model, case.shape
     rows = len(group.batches[0].batch.texts[0])
-    budget = memory_plan(model, settings_of(options), tokens=memory_tokens(shape, model, rows))
+    budget = memory_plan(model, memory_settings(options), tokens=memory_tokens(shape, model, rows))
     return Found(
         flops=float(sum(number for name, number in counts if "attention" not in str(name) and name not in BY_BATCH)),
         planned_flops=_products(case, options, rows),

@@ -20,7 +20,7 @@ _PLAIN_ONLY = "only a LoRA has it"
 
 
 @dataclass(frozen=True)
-class Settings:
+class AdapterSettings:
     """An adapter as it is trained.
 
     Attributes:
@@ -70,7 +70,7 @@ class Settings:
         return bool(self.dropout or self.rank_dropout or self.module_dropout)
 
 
-def settings_of_flags(options: Train, expert: str = "") -> Settings:
+def settings_of_flags(options: Train, expert: str = "") -> AdapterSettings:
     """What the flags say of the adapter; of `--dim_from_weights` the file has the rest.
 
     Args:
@@ -80,7 +80,7 @@ def settings_of_flags(options: Train, expert: str = "") -> Settings:
     Raises:
         UsageError: flags that contradict each other, a `--network_args` that is not known, or a pattern that is none.
     """
-    found = Settings(
+    found = AdapterSettings(
         kind=options.network_module,
         rank=options.network_dim,
         alpha=options.network_alpha,
@@ -157,8 +157,8 @@ _REFUSED = {
 }
 
 
-def _translated(given: Sequence[str], found: Settings) -> dict[str, Any]:
-    """What `--network_args` say, as fields of `Settings`."""
+def _translated(given: Sequence[str], found: AdapterSettings) -> dict[str, Any]:
+    """What `--network_args` say, as fields of `AdapterSettings`."""
     fields: dict[str, Any] = {}
     arguments = network_arguments(given)
     for key, value in arguments.items():
@@ -175,7 +175,7 @@ def _translated(given: Sequence[str], found: Settings) -> dict[str, Any]:
             _require_alike(f"--{name}", getattr(found, name), False, fields[name], key)
         elif key in ("factor", "lokr_factor"):
             fields["factor"] = _whole_number(key, value)
-            _require_alike("--lokr_factor", found.factor, Settings.factor, fields["factor"], key)
+            _require_alike("--lokr_factor", found.factor, AdapterSettings.factor, fields["factor"], key)
         elif key not in ("loraplus_lr_ratio", "verbose", *CONVOLUTIONS):  # the log says how many layers are trained
             known = ("include_patterns", "exclude_patterns", "loraplus_lr_ratio", "rank_dropout", "module_dropout",
                      "use_rslora", "use_dora", "factor", "decompose_both")  # fmt: skip
@@ -225,7 +225,7 @@ def _boolean(key: str, value: str) -> bool:
     return words[value.lower()]
 
 
-def _refuse(found: Settings) -> None:
+def _refuse(found: AdapterSettings) -> None:
     """What no adapter can have.
 
     Raises:

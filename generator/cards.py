@@ -104,7 +104,7 @@ class Gpu:
 
     @property
     def as_named(self) -> str:
-        """How a user names it; of one that `named` gave, it understands this."""
+        """How a user names it; of one that `card_named` gave, it understands this."""
         size = f"{self.memory / GIB:.0f}GB"
         return size if self.card is None else f"{self.name} {size}"
 
@@ -140,7 +140,7 @@ def peak_of_card(name: str) -> float | None:
     return found[1].tflops if found else None
 
 
-def named(text: str) -> Gpu:
+def card_named(text: str) -> Gpu:
     """The card that a user names: `RTX 4090`, `rtx4090`, `A100 80GB`, or only its memory, `24GB` or `24G`.
 
     Of a card that is sold with several sizes, and none is said, it is the smallest.
@@ -148,7 +148,7 @@ def named(text: str) -> Gpu:
     Raises:
         UsageError: it is not known.
 
-    >>> str(named("rtx4090")), str(named("a100 80gb")), str(named("12G"))
+    >>> str(card_named("rtx4090")), str(card_named("a100 80gb")), str(card_named("12G"))
     ('RTX 4090 (24 GiB)', 'A100 (80 GiB)', 'a card (12 GiB)')
     """
     size = _SIZE.search(text)

@@ -79,7 +79,7 @@ def read_file(path: Path) -> bytes:
 
 
 @contextmanager
-def named(path: Path) -> Iterator[None]:
+def naming(path: Path) -> Iterator[None]:
     """Errors of reading and writing a file that is open say no name: here they say this one."""
     try:
         yield
@@ -116,7 +116,7 @@ def write_whole(path: Path, chunks: Iterable[bytes | memoryview], *, mode: int |
     unique = temporary_beside(path)
     placed = False
     try:
-        with named(path):
+        with naming(path):
             write_new(unique, chunks, mode)
         replace(unique, path)
         placed = True

@@ -155,7 +155,7 @@ def moment_bytes(options: Train) -> int:
     return kept + 4 * sum(bool(given.get(name)) for name in _MORE_MOMENTS)
 
 
-def settings_of(options: Train, shards: int = 1) -> MemorySettings:
+def memory_settings(options: Train, shards: int = 1) -> MemorySettings:
     """The flags, with the presets filled in, as the memory formula takes them.
 
     Args:

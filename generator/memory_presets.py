@@ -13,9 +13,9 @@ from wangen.generator.memory import (
     batches_of_a_pass,
     gib_text,
     memory_plan,
+    memory_settings,
     preset_flags,
     preset_of,
-    settings_of,
     tokens_of,
     usable_bytes,
 )
@@ -113,7 +113,7 @@ def for_smaller_steps(options: Train, given: Train, model: Model, tokens: int, a
 
     def fits(train: Train) -> bool:
         in_a_pass = tokens * batches_of_a_pass(train)
-        needed = memory_plan(model, settings_of(train), tokens=in_a_pass).device
+        needed = memory_plan(model, memory_settings(train), tokens=in_a_pass).device
         return needed + graphs_bytes(train, in_a_pass, model.transformer.dim) <= available
 
     given_flags = {name for name in PLAIN_MEMORY if getattr(given, name) is not None}
@@ -158,7 +158,7 @@ def require_fitting(
     """
     if given.vram != "auto" or available is None or _that_fits(given, model, available, shards):
         return
-    needed = memory_plan(model, settings_of(options, shards), tokens=tokens).device
+    needed = memory_plan(model, memory_settings(options, shards), tokens=tokens).device
     if needed > available:
         raise _too_little(available, f"the dataset's largest batch of {tokens} tokens needs {gib_text(needed)}")
 
@@ -225,5 +225,5 @@ def _needed_of(options: Train, model: Model, preset: Preset, shards: int = 1) ->
 
 def _needed(options: Train, model: Model, rank: int, resolution: tuple[int, int], num_frames: int, shards: int) -> int:
     """Bytes of the card for training on such clips, at that rank or the greater one of the flags."""
-    settings, tokens = settings_of(options, shards), tokens_of(model, resolution, num_frames)
+    settings, tokens = memory_settings(options, shards), tokens_of(model, resolution, num_frames)
     return memory_plan(model, replace(settings, rank=max(rank, settings.rank)), tokens=tokens).device

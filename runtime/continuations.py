@@ -97,7 +97,7 @@ class Reference:
 
 
 @dataclass(frozen=True)
-class Judged:
+class Measured:
     """A continuation that was measured.
 
     Attributes:
@@ -126,7 +126,7 @@ class Judged:
 class Continuations:
     """What a model makes of all clips; at least one."""
 
-    clips: Sequence[Judged]
+    clips: Sequence[Measured]
 
     def numbers(self) -> dict[str, dict[str, float]]:
         """Of `model`, `vae` and `copy` the mean `psnr` and `ssim`: over the frames of a clip, then over the clips."""
@@ -148,7 +148,7 @@ class Continuations:
         return f"continuations {model} (copying the last frame {copy}; the VAE itself {vae})"
 
 
-def _columns(clip: Judged) -> list[tuple[str, Quality]]:
+def _columns(clip: Measured) -> list[tuple[str, Quality]]:
     return [("model", clip.model), ("vae", clip.vae), ("copy", clip.copy)]
 
 

@@ -70,7 +70,7 @@ NOT_TRAINED_ON = "a dataset that was not trained on, without --validation_items"
 
 
 @dataclass(frozen=True)
-class Judged:
+class EvaluationPlan:
     """All that is known before a model loads.
 
     Attributes:
@@ -130,35 +130,35 @@ def run(options: Evaluate) -> Report:
         UsageError: flags contradict each other or the model.
         WangenError: the cache is incomplete, a file is of another kind, the memory or the disk is full.
     """
-    judged = _prepare(options)
-    clip_score = ClipScore(options.clip_model, judged.device) if options.clip_model and options.num_videos else None
-    found = _losses(judged)
+    plan = _plan(options)
+    clip_score = ClipScore(options.clip_model, plan.device) if options.clip_model and options.num_videos else None
+    found = _losses(plan)
     base, others = found["held out"].pop(BASE), found["held out"]
-    groups = independent(judged.held_out)
-    ranked = ranking(base, others, [one for one in judged.candidates if one.name in others], groups,
+    groups = independent(plan.held_out)
+    ranked = ranking(base, others, [one for one in plan.candidates if one.name in others], groups,
                      options.output_dir)  # fmt: skip
-    videos, copies, made = _videos(judged, ranked[0].name, _training_latents(judged), clip_score)
+    videos, copies, made = _videos(plan, ranked[0].name, _training_latents(plan), clip_score)
     evaluation = Evaluation(
         mean_base=whole("", base, {}).base,
         checkpoints=tuple(ranked),
         best=ranked[0].name,
         num_items=len(base.keys),
-        num_trained=sum(source in judged.seen.surely for source in sources_of(judged.held_out)),
+        num_trained=sum(source in plan.seen.surely for source in sources_of(plan.held_out)),
         per_timestep=by_timestep(base, others),
-        per_activity=_activities(judged, base, others),
+        per_activity=_activities(plan, base, others),
         forgetting=_forgetting(found.get("forgetting")),
         videos=videos,
         memorisation=copies,
     )
-    said = [*said_of(judged.held_out, judged.seen), *warnings_of(evaluation, base, others, groups)]
-    if judged.forgetting:
-        said += forgotten(ranked[0].name, found["forgetting"], independent(judged.forgetting))
+    said = [*said_of(plan.held_out, plan.seen), *warnings_of(evaluation, base, others, groups)]
+    if plan.forgetting:
+        said += forgotten(ranked[0].name, found["forgetting"], independent(plan.forgetting))
     evaluation = replace(evaluation, warnings=tuple(said))
     write_evaluation(evaluation, options.output_dir / EVALUATION)
-    return _report(judged, evaluation, made)
+    return _report(plan, evaluation, made)
 
 
-def _prepare(options: Evaluate) -> Judged:
+def _plan(options: Evaluate) -> EvaluationPlan:
     """Refuse what can be refused, and find all that is judged.
 
     Raises:
@@ -192,7 +192,7 @@ def _prepare(options: Evaluate) -> Judged:
         rest = _items(training, model, told, options.resolution)
     seen = seen_sources(files, judged_by, items, training, model)
     timesteps = SMOKE_TIMESTEPS if options.smoke else options.validation_timesteps
-    judged = Judged(
+    plan = EvaluationPlan(
         options=options,
         sampling=sampling,
         model=model,
@@ -205,13 +205,13 @@ def _prepare(options: Evaluate) -> Judged:
         training=rest,
         seen=Seen({*sources_of(rest), *seen.surely}, set() if told else seen.perhaps),
     )
-    encoders = judged.encoders if options.num_videos else None
+    encoders = plan.encoders if options.num_videos else None
     require_files(with_loras(sampling, candidates), model, encoders, together=False)
     if not options.num_videos:
-        return judged
+        return plan
     limit = SMOKE_PROMPTS if options.smoke else options.num_prompts
-    prompts = choose_prompts(sampling, model, judged.held_out, limit, options.output_dir / FIRST_FRAMES)
-    return replace(judged, prompts=prompts[:SMOKE_PROMPTS] if options.smoke else prompts)
+    prompts = choose_prompts(sampling, model, plan.held_out, limit, options.output_dir / FIRST_FRAMES)
+    return replace(plan, prompts=prompts[:SMOKE_PROMPTS] if options.smoke else prompts)
 
 
 def _as_training(options: Evaluate) -> Train:
@@ -237,43 +237,43 @@ def _items(training: Train, model: Model, other: Path | None, resolution: str = 
     return find_entries(options, model, read_samples(options, model))
 
 
-def _losses(judged: Judged) -> dict[str, dict[str, Losses]]:
+def _losses(plan: EvaluationPlan) -> dict[str, dict[str, Losses]]:
     """For each set of items the losses of the base and of every checkpoint that is not broken.
 
     Raises:
         WangenError: the base's losses are not finite, or those of no checkpoint are.
     """
-    own = judged.options
+    own = plan.options
     weights = {name: headers.identity(path, f"--{name}") for name in ("dit", "dit_high_noise")
                if (path := getattr(own, name)) is not None}  # fmt: skip
-    dtype = judged.sampling.dtype
+    dtype = plan.sampling.dtype
     assert dtype is not None
-    kernel = choose_kernel(own.attention, judged.device, DTYPES[dtype], backward=False)
+    kernel = choose_kernel(own.attention, plan.device, DTYPES[dtype], backward=False)
     facts = {**weights, "task": own.task, "dtype": dtype, "quantize": own.quantize,
-             "attention": kernel.name, **made_on(judged.device.type), "peft": version("peft")}  # fmt: skip
+             "attention": kernel.name, **made_on(plan.device.type), "peft": version("peft")}  # fmt: skip
     judging = Judging(
-        judged.load,
-        judged.experts,
-        lambda model, prepared: item_errors(judged.kind, model, prepared, judged.device),
-        judged.points,
+        plan.load,
+        plan.experts,
+        lambda model, prepared: item_errors(plan.kind, model, prepared, plan.device),
+        plan.points,
         facts,
         own.output_dir / LOSSES,
     )
-    sets = {"held out": judged.held_out, "forgetting": judged.forgetting}
-    found = judging.losses(judged.candidates, {name: items for name, items in sets.items() if items})
+    sets = {"held out": plan.held_out, "forgetting": plan.forgetting}
+    found = judging.losses(plan.candidates, {name: items for name, items in sets.items() if items})
     broken = {who for each in found.values() for who, losses in each.items() if not math.isfinite(mean(losses))}
     for who in sorted(broken):
         log.warning("  %s is left out: its loss is not finite", who)
-    left = [one.name for one in judged.candidates if one.name not in broken]
+    left = [one.name for one in plan.candidates if one.name not in broken]
     if BASE in broken or not left:
         raise WangenError(f"the losses of {BASE if BASE in broken else 'all LoRAs'} are not finite",
                           cure="give another --dtype, and look at the weights")  # fmt: skip
     return {name: {who: each[who] for who in (BASE, *left)} for name, each in found.items()}
 
 
-def _activities(judged: Judged, base: Losses, others: dict[str, Losses]) -> tuple[Row, ...]:
+def _activities(plan: EvaluationPlan, base: Losses, others: dict[str, Losses]) -> tuple[Row, ...]:
     """A row for each activity; none where every item has its own."""
-    names = [activity_of(item) for item in judged.held_out]
+    names = [activity_of(item) for item in plan.held_out]
     return by_activity(base, others, names) if len(set(names)) < len(names) else ()
 
 
@@ -284,46 +284,46 @@ def _forgetting(found: dict[str, Losses] | None) -> tuple[Row, ...]:
     return (whole("other material", found[BASE], others), *(by_timestep(found[BASE], others)))
 
 
-def _training_latents(judged: Judged) -> TrainingLatents | None:
+def _training_latents(plan: EvaluationPlan) -> TrainingLatents | None:
     """What videos are compared with."""
-    if not judged.training or not judged.options.num_videos:
+    if not plan.training or not plan.options.num_videos:
         return None
     clips = [
         TrainingClip(item.sample.name, item.sample.source.digest, partial(latent_of, item), item.latent.key)
-        for item in judged.training
+        for item in plan.training
     ]
     return TrainingLatents(clips, digest(sorted(clip.key for clip in clips)))
 
 
 def _videos(
-    judged: Judged, best: str, training: TrainingLatents | None, clip_score: ClipScore | None
+    plan: EvaluationPlan, best: str, training: TrainingLatents | None, clip_score: ClipScore | None
 ) -> tuple[tuple[Video, ...], tuple[Memorisation, ...], int]:
     """The videos, what they show, and how many were made now."""
-    own = judged.options
+    own = plan.options
     if not own.num_videos:
         return (), (), 0
-    shown = [one for one in judged.candidates if own.videos_of == "all" or one.name == best]
-    jobs = plan_videos(judged.prompts, shown, judged.sampling, judged.device.type, own.output_dir / VIDEOS)
-    encoders = judged.encoders
-    decoder = Decoder(judged.kind, encoders, judged.device, "give --vae_cache_cpu or --vae_tile 256, or smaller videos")
+    shown = [one for one in plan.candidates if own.videos_of == "all" or one.name == best]
+    jobs = plan_videos(plan.prompts, shown, plan.sampling, plan.device.type, own.output_dir / VIDEOS)
+    encoders = plan.encoders
+    decoder = Decoder(plan.kind, encoders, plan.device, "give --vae_cache_cpu or --vae_tile 256, or smaller videos")
     made = make(
         jobs,
-        lambda some: make_scenes(judged.kind, judged.model, some, encoders, judged.device, "the prompts"),
-        judged.load,
-        judged.experts,
+        lambda some: make_scenes(plan.kind, plan.model, some, encoders, plan.device, "the prompts"),
+        plan.load,
+        plan.experts,
         decoder,
         training,
     )
-    return *describe(jobs, own.output_dir, training, usual_motion(judged.training), clip_score), made
+    return *describe(jobs, own.output_dir, training, usual_motion(plan.training), clip_score), made
 
 
-def _report(judged: Judged, evaluation: Evaluation, made: int) -> Report:
-    own, best = judged.options, evaluation.winner
+def _report(plan: EvaluationPlan, evaluation: Evaluation, made: int) -> Report:
+    own, best = plan.options, evaluation.winner
     for line in evaluation.warnings:
         log.warning("  %s", line)
     interval = best.interval(evaluation.confidence)
     losses = f"held-out loss {best.mean_loss:.5f}, base {evaluation.mean_base:.5f} ({best.delta:+.5f}, {interval})"
-    (lora,) = (one for one in judged.candidates if one.name == best.name)
+    (lora,) = (one for one in plan.candidates if one.name == best.name)
     file = own.output_dir / EVALUATION
     return Report(
         folder=own.output_dir,

@@ -24,7 +24,7 @@ _CURE = "run evaluate again"
 
 
 @dataclass(frozen=True)
-class Checkpoint:
+class ScoredCheckpoint:
     """One checkpoint, judged.
 
     Attributes:
@@ -148,7 +148,7 @@ class Evaluation:
     """
 
     mean_base: float
-    checkpoints: tuple[Checkpoint, ...]
+    checkpoints: tuple[ScoredCheckpoint, ...]
     best: str
     num_items: int = 0
     num_trained: int = 0
@@ -161,12 +161,12 @@ class Evaluation:
     warnings: tuple[str, ...] = ()
 
     @property
-    def ranked(self) -> list[Checkpoint]:
+    def ranked(self) -> list[ScoredCheckpoint]:
         """The checkpoints, best first."""
         return sorted(self.checkpoints, key=lambda checkpoint: checkpoint.rank)
 
     @property
-    def winner(self) -> Checkpoint:
+    def winner(self) -> ScoredCheckpoint:
         """The best checkpoint."""
         return next(checkpoint for checkpoint in self.checkpoints if checkpoint.name == self.best)
 

@@ -28,7 +28,7 @@ from wangen.runtime.models import family
 from wangen.runtime.progress import progress
 from wangen.runtime.sampling.options import files_of, names_file, prompts_of, require_files, resolved
 from wangen.runtime.sampling.output import KEY, write_media
-from wangen.runtime.sampling.repeat import compare, filled, identities, made_on, settings_of
+from wangen.runtime.sampling.repeat import compare, filled, identities, made_on, video_settings
 from wangen.runtime.sampling.resume import place, place_numbered
 from wangen.runtime.sampling.sampler import ExpertWeights, Lora, Request, Sampler, Settings, make_videos
 from wangen.runtime.sampling.scenes import Encoders, make_scenes
@@ -83,7 +83,7 @@ def run(options: Generate) -> Report:
     encoders = Encoders.of(options, plain=bool(options.plain))
     require_files(options, model, encoders)
     told_here = {**identities(options), **made_on(device.type)}
-    settings = [{**settings_of(options, prompt), **told_here} for prompt in prompts]
+    settings = [{**video_settings(options, prompt), **told_here} for prompt in prompts]
     compare(options, told, told_here, settings[0])
     require_writable(files[0].parent)
     videos = [_placed(options, *each) for each in zip(prompts, settings, files, strict=True)]

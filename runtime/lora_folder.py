@@ -62,7 +62,7 @@ def written_by(stem: str) -> re.Pattern[str]:
 
 
 @dataclass(frozen=True)
-class Checkpoint:
+class SavedLora:
     """One saved LoRA of a run.
 
     Attributes:
@@ -115,7 +115,7 @@ def find_lora(path: Path, flag: str, expert: str = "") -> Path:
     require_try(path, flag)
     if not _is_run(path):
         return path
-    found = lora_checkpoints(path)
+    found = saved_loras(path)
     own = [one for one in found if one.expert == expert]
     fitting = own or [one for one in found if not one.expert or not expert]
     if not fitting:
@@ -129,7 +129,7 @@ def find_lora(path: Path, flag: str, expert: str = "") -> Path:
     return chosen.path
 
 
-def _steps_in_words(chosen: Checkpoint) -> str:
+def _steps_in_words(chosen: SavedLora) -> str:
     """At which step it was saved, as the report counts them; of two experts with its own steps."""
     if chosen.step is None:
         return ""
@@ -147,7 +147,7 @@ def require_one_run(folder: Path, chosen: Container[Path]) -> None:
     Raises:
         WangenError: they are of two runs.
     """
-    found = lora_checkpoints(folder) if _is_run(folder) else []
+    found = saved_loras(folder) if _is_run(folder) else []
     taken = {one.run: one.path.name for one in found if one.path in chosen}
     trained = {expert: {one.run for one in found if one.expert == expert} for expert in EXPERTS}
     if len(taken) > 1 and any(all(run in runs for runs in trained.values()) for run in taken):
@@ -167,7 +167,7 @@ def _is_run(path: Path) -> bool:
     return path.is_dir() and not any((path / name).is_file() for name in (ADAPTER_FILE, DIFFUSERS_FILE))
 
 
-def of_last_run(found: Sequence[Checkpoint], folder: Path) -> list[Checkpoint]:
+def of_last_run(found: Sequence[SavedLora], folder: Path) -> list[SavedLora]:
     """Those of a folder's LoRAs that the run left which ended last, as far as that is known.
 
     A best that its report does not name is left out; one that was saved with other settings than the finished one is
@@ -181,7 +181,7 @@ def of_last_run(found: Sequence[Checkpoint], folder: Path) -> list[Checkpoint]:
     return found
 
 
-def lora_checkpoints(folder: Path) -> list[Checkpoint]:
+def saved_loras(folder: Path) -> list[SavedLora]:
     """All LoRAs of a folder, by run, expert and steps; a LoRA that was saved in several layouts counts once.
 
     Raises:
@@ -196,7 +196,7 @@ def lora_checkpoints(folder: Path) -> list[Checkpoint]:
     return sorted((one for one in found if one), key=lambda one: (one.run, one.expert, _age(one), one.path.name))
 
 
-def _checkpoint(path: Path, names: set[str]) -> Checkpoint | None:
+def _checkpoint(path: Path, names: set[str]) -> SavedLora | None:
     """What a file is; None of one that is no adapter, or that is the copy of another in a further layout."""
     match = _NAME.fullmatch(path.stem)
     assert match, "any name fits"
@@ -209,7 +209,7 @@ def _checkpoint(path: Path, names: set[str]) -> Checkpoint | None:
     told = {key: int(value) for key in keys if (value := header.metadata.get(key, "")).isdecimal()}
     numbers = {key: int(match[key]) for key in ("step", "epoch") if match[key]}
     step = told.get("ss_steps", numbers.get("step"))
-    return Checkpoint(
+    return SavedLora(
         path=path,
         run=match["run"],
         expert=header.metadata.get(EXPERT, match["expert"] or ""),
@@ -224,7 +224,7 @@ def _checkpoint(path: Path, names: set[str]) -> Checkpoint | None:
     )
 
 
-def _age(one: Checkpoint) -> tuple[bool, int, int, bool]:
+def _age(one: SavedLora) -> tuple[bool, int, int, bool]:
     """What sorts the LoRAs of a run from its first to its last; of equal ones what was trained comes last."""
     return one.finished, one.step or 0, one.epoch or 0, not one.average
 
@@ -247,7 +247,7 @@ def _last_run(folder: Path) -> _LastRun:
         return _LastRun()
 
 
-def _of_one(found: Sequence[Checkpoint], last_run: _LastRun, folder: Path, flag: str) -> list[Checkpoint]:
+def _of_one(found: Sequence[SavedLora], last_run: _LastRun, folder: Path, flag: str) -> list[SavedLora]:
     """The LoRAs of one run and one expert: of several runs the one that ended last.
 
     Raises:
@@ -265,13 +265,13 @@ def _of_one(found: Sequence[Checkpoint], last_run: _LastRun, folder: Path, flag:
     return kept
 
 
-def _without_old_best(found: Sequence[Checkpoint], last_run: _LastRun) -> list[Checkpoint]:
+def _without_old_best(found: Sequence[SavedLora], last_run: _LastRun) -> list[SavedLora]:
     """Without a best that a report does not name, where it is the report of that run and expert: an earlier run's."""
     told = {one.line for one in found if one.path.name in last_run.finished}
     return [one for one in found if not (one.line in told and one.best and one.path.name not in last_run.best)]
 
 
-def _best_or_last(found: Sequence[Checkpoint], last_run: _LastRun) -> tuple[Checkpoint, str]:
+def _best_or_last(found: Sequence[SavedLora], last_run: _LastRun) -> tuple[SavedLora, str]:
     """The LoRA that stands for a run, and what it is in words."""
     found = _without_old_best(found, last_run)
     if best := [one for one in found if one.best]:

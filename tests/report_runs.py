@@ -12,7 +12,7 @@ from tiny import TinyRun
 
 from wangen.generator.session import execute
 from wangen.generator.steps import CheckCache, MakeReport
-from wangen.runtime.evaluation_file import Checkpoint, Evaluation, Memorisation, Row, Video, write_evaluation
+from wangen.runtime.evaluation_file import Evaluation, Memorisation, Row, ScoredCheckpoint, Video, write_evaluation
 from wangen.runtime.report import make
 
 HOSTILE = "</script><script>alert(1)</script><img src=x onerror=alert(2)> & \"quoted\" 'too'"
@@ -49,8 +49,8 @@ def evaluation(run: str = "cats", **changes: Any) -> Evaluation:
     found = Evaluation(
         mean_base=0.2,
         checkpoints=(
-            Checkpoint("step 3", f"{run}-step00000003.safetensors", 0.19, -0.01, -0.03, 0.01, 2, 3),
-            Checkpoint("step 6", f"{run}.safetensors", 0.17, -0.03, -0.05, -0.01, 1, 6),
+            ScoredCheckpoint("step 3", f"{run}-step00000003.safetensors", 0.19, -0.01, -0.03, 0.01, 2, 3),
+            ScoredCheckpoint("step 6", f"{run}.safetensors", 0.17, -0.03, -0.05, -0.01, 1, 6),
         ),
         best="step 6",
         num_items=9,

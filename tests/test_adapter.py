@@ -28,10 +28,10 @@ from wangen.runtime.lora import adapter_layers, read_lora
 from wangen.runtime.memory.quantize import quantize_blocks
 from wangen.runtime.training.adapter import add_adapter, disabled, merge_base_weights, replaced
 from wangen.runtime.training.adapter_config import (
+    adapter_settings,
     changeable_weights,
     linear_modules,
     select_modules,
-    settings,
 )
 from wangen.runtime.training.adapter_files import save
 from wangen.runtime.training.adapter_refusals import require_adapter
@@ -181,10 +181,13 @@ def test_network_args_of_musubi_tuner_mean_what_its_flags_do(tmp_path: Path):
     given = ("loraplus_lr_ratio=4", "use_dora=True", "use_rslora=1")
     options = options_of(tmp_path, network_args=given)
     assert loraplus_ratio(options) == 4
-    chosen = settings(options)
+    chosen = adapter_settings(options)
     assert (chosen.dora, chosen.rslora, chosen.draws) == (True, True, False)
-    assert settings(options_of(tmp_path, network_args=("conv_dim=4", "conv_alpha=1"))) == settings(options_of(tmp_path))
-    kronecker = settings(options_of(tmp_path, network_module="lokr", network_args=("factor=8", "rank_dropout=0.25")))
+    convolutions = options_of(tmp_path, network_args=("conv_dim=4", "conv_alpha=1"))
+    assert adapter_settings(convolutions) == adapter_settings(options_of(tmp_path))
+    kronecker = adapter_settings(
+        options_of(tmp_path, network_module="lokr", network_args=("factor=8", "rank_dropout=0.25"))
+    )
     assert (kronecker.factor, kronecker.rank_dropout, kronecker.draws) == (8, 0.25, True)
 
 
@@ -219,7 +222,7 @@ def test_rank_and_alpha_come_from_the_weights_when_asked(tmp_path: Path, kind: s
     save(tmp_path / "a.safetensors", parameters, options, {})
     weights = tmp_path / "a.safetensors"
     options = replace(options, network_weights=weights, network_dim=99, network_alpha=7.0, dim_from_weights=True)
-    chosen = settings(options)
+    chosen = adapter_settings(options)
     assert (chosen.rank, round(chosen.alpha, 5)) == (4, 2.0)
     transformer = base_model()
     again = add_adapter(transformer, options, MODEL)
@@ -236,8 +239,8 @@ def test_ranks_that_differ_from_layer_to_layer_are_taken_over(tmp_path: Path):
     transformer = base_model()
     parameters = add_adapter(transformer, options, MODEL)
     assert parameters[f"{name}.lora_A.default.weight"].shape[0] == 2 * lora[name].rank
-    assert settings(options).scale(name) == pytest.approx(3.0 / (2 * lora[name].rank))
-    assert adapter_layers(transformer)[name].scaling["default"] == pytest.approx(settings(options).scale(name))
+    assert adapter_settings(options).scale(name) == pytest.approx(3.0 / (2 * lora[name].rank))
+    assert adapter_layers(transformer)[name].scaling["default"] == pytest.approx(adapter_settings(options).scale(name))
 
 
 def test_a_start_that_fits_in_part_is_said(tmp_path: Path, caplog: pytest.LogCaptureFixture):

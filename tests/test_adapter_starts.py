@@ -17,7 +17,7 @@ from tiny_qwen import TEXT_DIM, make_transformer
 from trained import KINDS, MODEL, base_model, options_of, predicted, trained
 
 from wangen import profiles
-from wangen.generator.adapter_settings import Settings
+from wangen.generator.adapter_settings import AdapterSettings
 from wangen.generator.errors import WangenError
 from wangen.generator.headers import read_header
 from wangen.generator.steps import Export
@@ -156,7 +156,7 @@ def test_what_is_merged_into_the_base_is_quantised_once_and_after_that(tiny_run:
 
 def test_a_module_of_another_rank_and_alpha_has_its_own_scale():
     for rslora, scales in ((False, [0.5, 0.5]), (True, [1.0, 2.0])):
-        chosen = Settings("lora", 4, 2.0, rslora=rslora, ranks={"b": 16}, alphas={"b": 8.0})
+        chosen = AdapterSettings("lora", 4, 2.0, rslora=rslora, ranks={"b": 16}, alphas={"b": 8.0})
         assert [chosen.scale(module) for module in "ab"] == scales
 
 

@@ -26,7 +26,7 @@ from wangen.generator.steps import CacheLatents, CacheText, Train
 from wangen.runtime import cache_latents, cache_text, train, world_model
 from wangen.runtime.continuations import (
     Continuations,
-    Judged,
+    Measured,
     Quality,
     make_clips,
     quality_of,
@@ -234,9 +234,9 @@ def test_frames_that_are_given_count_nowhere():
 
 
 def test_means_are_over_the_frames_of_a_clip_and_then_over_the_clips():
-    one = Judged(1, "one", 5, Quality((20.0, 22.0), (0.5, 0.7)), Quality((30.0, 32.0), (0.9, 0.9)),
+    one = Measured(1, "one", 5, Quality((20.0, 22.0), (0.5, 0.7)), Quality((30.0, 32.0), (0.9, 0.9)),
                  Quality((10.0, 10.0), (0.1, 0.3)))  # fmt: skip
-    two = Judged(2, "two", 5, Quality((31.0,), (0.8,)), Quality((39.0,), (1.0,)), Quality((20.0,), (0.4,)))
+    two = Measured(2, "two", 5, Quality((31.0,), (0.8,)), Quality((39.0,), (1.0,)), Quality((20.0,), (0.4,)))
     found = Continuations((one, two))
     assert found.numbers()["model"] == {"psnr": 26.0, "ssim": pytest.approx(0.7)}
     assert found.line() == (

@@ -15,7 +15,7 @@ from wangen.generator.run_names import EXPERTS
 from wangen.generator.steps import Train
 from wangen.runtime import train
 from wangen.runtime.evaluation.candidates import find_candidates
-from wangen.runtime.lora_folder import find_lora, lora_checkpoints, of_last_run, require_one_run
+from wangen.runtime.lora_folder import find_lora, of_last_run, require_one_run, saved_loras
 from wangen.runtime.training.refusals import resolved
 
 FLAG = "--lora_weight"
@@ -56,7 +56,7 @@ def test_without_a_best_it_is_the_finished_one_and_before_that_the_one_of_the_mo
     made = folder(**{"cats-step00000005": 5, "cats-000001": 10, "cats-step00000012": 12, "cats-step00000012-ema": 12})
     assert chosen(made) == "cats-step00000012.safetensors"
     assert caplog.messages == [f"  {FLAG} {made}: cats-step00000012.safetensors, its last (step 12)"]
-    assert len(of_last_run(lora_checkpoints(made), made)) == 4
+    assert len(of_last_run(saved_loras(made), made)) == 4
     assert len(caplog.messages) == 1, "with none that is finished there are no other settings"
     folder(cats=15)
     assert chosen(made) == "cats.safetensors"
@@ -65,7 +65,7 @@ def test_without_a_best_it_is_the_finished_one_and_before_that_the_one_of_the_mo
 def test_what_a_later_start_set_aside_is_not_its_last(folder):
     made = folder(**{"cats-kept-step00000500": 500, "cats-step00000100": 100, "cats-step00000100-ema": 100})
     assert chosen(made) == "cats-step00000100.safetensors"
-    assert {one.path.stem: one.kept for one in lora_checkpoints(made)} == {
+    assert {one.path.stem: one.kept for one in saved_loras(made)} == {
         "cats-kept-step00000500": True, "cats-step00000100": False, "cats-step00000100-ema": False
     }  # fmt: skip
     (made / "cats-step00000100.safetensors").unlink()
@@ -94,7 +94,7 @@ def test_what_is_judged_of_a_folder_is_what_its_last_run_left(folder, lora, capl
     settings = {"cats-step00000010": "{1}", "cats-step00000020": "{2}", "cats": "{2}", "cats-ema": "{1}"}
     for name, told in settings.items():
         write(made / f"{name}.safetensors", lora, "comfyui", {"wangen.fingerprint": told})
-    everything = lora_checkpoints(made)
+    everything = saved_loras(made)
     assert of_last_run(everything, made) == everything
     assert "cats-step00000010.safetensors, cats-best.safetensors, cats-ema.safetensors: saved with" in caplog.text
     report(made, ["cats.safetensors"], [])
@@ -108,7 +108,7 @@ def test_a_report_says_nothing_of_another_run_or_expert(folder, lora, caplog):
     for name, settings in {"cats_low_noise": "{1}", "cats_high_noise": "{2}", "cats_high_noise-best": "{2}"}.items():
         write(made / f"{name}.safetensors", lora, "comfyui", {"wangen.fingerprint": settings})
     report(made, ["cats_high_noise.safetensors"], ["cats_high_noise-best.safetensors"])
-    everything = lora_checkpoints(made)
+    everything = saved_loras(made)
     assert of_last_run(everything, made) == everything
     assert not any("cats_high_noise" in message for message in caplog.messages), "another expert, no earlier run"
 
@@ -196,7 +196,7 @@ def test_all_loras_of_a_run_are_listed_from_the_first_to_the_last(folder, lora):
                      "dogs": None})  # fmt: skip
     write(made / "cats-kohya.safetensors", lora, "kohya")
     write(made / "dogs-step00000007-diffusers.safetensors", lora, "diffusers")
-    found = [(one.path.stem, one.run, one.step, one.epoch) for one in lora_checkpoints(made)]
+    found = [(one.path.stem, one.run, one.step, one.epoch) for one in saved_loras(made)]
     assert found == [
         ("cats-000001-ema", "cats", 10, 1),
         ("cats-000001", "cats", 10, 1),
@@ -206,7 +206,7 @@ def test_all_loras_of_a_run_are_listed_from_the_first_to_the_last(folder, lora):
         ("dogs-step00000007-diffusers", "dogs", 7, None),
         ("dogs", "dogs", None, None),
     ]
-    flags = {one.path.stem: (one.best, one.average, one.finished) for one in lora_checkpoints(made)}
+    flags = {one.path.stem: (one.best, one.average, one.finished) for one in saved_loras(made)}
     assert flags["cats-best"] == (True, False, False)
     assert flags["cats-000001-ema"] == (False, True, False)
     assert flags["cats"] == (False, False, True)
@@ -220,7 +220,7 @@ def test_training_starts_from_the_best_of_an_earlier_run_and_not_from_its_own_fo
     )  # fmt: skip
     train.run(first)
     best = first.output_dir / "lora-best.safetensors"
-    found = [one.path.stem for one in lora_checkpoints(first.output_dir) if not one.best]
+    found = [one.path.stem for one in saved_loras(first.output_dir) if not one.best]
     assert found == ["lora-step00000001", "lora-step00000002", "lora-step00000003", "lora"]
     second = replace(first, output_dir=tmp_path / "second", max_train_steps=1, network_weights=first.output_dir)
     assert train.run(second).inputs["network_weights"] == lora_identity(best)

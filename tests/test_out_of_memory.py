@@ -10,7 +10,7 @@ from helpers import every
 
 from wangen import profiles
 from wangen.generator.commands import parse
-from wangen.generator.memory import GIB, memory_plan, settings_of, tokens_of
+from wangen.generator.memory import GIB, memory_plan, memory_settings, tokens_of
 from wangen.generator.memory_changes import cheapest_changes, fitting_flags
 from wangen.generator.memory_presets import resolve_vram
 from wangen.generator.steps import Train
@@ -31,7 +31,7 @@ def changes_of(
     """The changes by the memory formula; unpacked there are `alone` tokens."""
 
     def needed(run: Train) -> int:
-        settings = settings_of(run, shards)
+        settings = memory_settings(run, shards)
         return memory_plan(model, settings, tokens=tokens if run.pack or not alone else alone).device
 
     return cheapest_changes(given, model, needed, available)
@@ -51,11 +51,11 @@ def test_what_is_proposed_fits_and_nothing_less_does(tokens, card):
     words = [word for change in changes for word in change.split()]
     line = ["--dataset_config", "a.toml", "--output_dir", "o", "--output_name", "n", "--network_dim", "32", *words]
     fitting = parse(Train, line)
-    assert memory_plan(BIG, settings_of(fitting), tokens=tokens).device <= card * GIB
-    assert memory_plan(BIG, settings_of(given), tokens=tokens).device > card * GIB
+    assert memory_plan(BIG, memory_settings(fitting), tokens=tokens).device <= card * GIB
+    assert memory_plan(BIG, memory_settings(given), tokens=tokens).device > card * GIB
     if fitting.blocks_to_swap:
         fewer = replace(fitting, blocks_to_swap=fitting.blocks_to_swap - 1)
-        assert memory_plan(BIG, settings_of(fewer), tokens=tokens).device > card * GIB
+        assert memory_plan(BIG, memory_settings(fewer), tokens=tokens).device > card * GIB
 
 
 def test_where_nothing_fits_no_flag_is_proposed():
@@ -76,7 +76,7 @@ def test_where_processes_share_out_the_weights_packed_batches_can_go_apart():
 
     def needed(run: Train) -> int:
         tokens = 8 * 32_760 if run.pack else 32_760
-        return memory_plan(BIG, settings_of(run, 8), tokens=tokens).device
+        return memory_plan(BIG, memory_settings(run, 8), tokens=tokens).device
 
     flags = fitting_flags(given, BIG, needed, 24 * GIB)
     assert flags
@@ -103,7 +103,7 @@ def test_where_processes_share_out_the_weights_no_block_is_swapped(parallel, car
     assert changes
     assert not [change for change in changes if "swap" in change or "none" in change]
     changed = replace(given, **{name: value for change in changes for name, value in flag_of(change).items()})
-    sizes = [memory_plan(BIG, settings_of(changed, shards), tokens=7800).device for shards in (4, 1)]
+    sizes = [memory_plan(BIG, memory_settings(changed, shards), tokens=7800).device for shards in (4, 1)]
     assert sizes[0] <= card * GIB < sizes[1]
 
 
@@ -124,7 +124,7 @@ def test_what_is_proposed_takes_less_memory_and_is_not_refused(name, mode, share
     tokens = tokens_of(model, model.resolution, model.num_frames)
 
     def needed(run: Train) -> int:
-        return memory_plan(model, settings_of(run), tokens=tokens).device
+        return memory_plan(model, memory_settings(run), tokens=tokens).device
 
     for vram in (None, *map(str, model.presets)):
         given = replace(options(quantize=None, blocks_to_swap=None, checkpointing=None), vram=vram, **mode)

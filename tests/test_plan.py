@@ -14,7 +14,7 @@ from helpers import read_tree, tool
 from wangen import profiles
 from wangen.generator import workspace
 from wangen.generator.cli import main
-from wangen.generator.memory import GIB, memory_plan, settings_of, tokens_of
+from wangen.generator.memory import GIB, memory_plan, memory_settings, tokens_of
 from wangen.generator.memory_changes import FASTEST
 from wangen.generator.plan import planning
 from wangen.generator.plan.scripted import read_script
@@ -52,7 +52,7 @@ def test_a_run_that_does_not_fit_gets_the_flags_that_make_it_fit(place: Path, ca
     flags = found["changes"]["flags"]
     train = replace(script_of(place), **flags)
     tokens = max(bucket["tokens"] for bucket in found["buckets"])
-    assert memory_plan(BIG, settings_of(train), tokens=tokens).device <= 24 * GIB * 15 / 16
+    assert memory_plan(BIG, memory_settings(train), tokens=tokens).device <= 24 * GIB * 15 / 16
     assert {path: path.read_bytes() for path in place.rglob("*") if path.is_file()} == before, "nothing is changed"
     assert main(["plan", "cats", "--gpu", "rtx 4090"]) == 1
     said = capsys.readouterr().out

@@ -11,7 +11,7 @@ from helpers import make_image
 from wangen import profiles
 from wangen.generator import cards
 from wangen.generator.cache_sizes import CLIP_NUMBERS, HEADER_BYTES, latent_bytes, text_bytes, text_rows
-from wangen.generator.cards import find_card, named
+from wangen.generator.cards import card_named, find_card
 from wangen.generator.errors import UsageError
 from wangen.generator.launch import Launch
 from wangen.generator.memory import (
@@ -21,8 +21,8 @@ from wangen.generator.memory import (
     adapter_weights,
     block_bytes,
     memory_plan,
+    memory_settings,
     outer_bytes,
-    settings_of,
     tokens_of,
 )
 from wangen.generator.memory_changes import FASTEST, fitting_flags
@@ -59,7 +59,7 @@ def test_flags_that_are_chosen_fit_are_allowed_and_are_the_fastest_of_their_kind
     tokens = tokens_of(model, model.resolution, model.num_frames)
 
     def needed(train: Train) -> int:
-        return memory_plan(model, settings_of(train), tokens=tokens).device
+        return memory_plan(model, memory_settings(train), tokens=tokens).device
 
     start = options(**changes)
     flags = fitting_flags(start, model, needed, usable)
@@ -84,7 +84,7 @@ def test_flags_that_are_fixed_stay():
     tokens = tokens_of(BIG, (832, 480), 81)
 
     def needed(train: Train) -> int:
-        return memory_plan(BIG, settings_of(train), tokens=tokens).device
+        return memory_plan(BIG, memory_settings(train), tokens=tokens).device
 
     flags = fitting_flags(options(quantize="none"), BIG, needed, 22 * GIB, {"quantize"})
     assert flags
@@ -94,7 +94,7 @@ def test_flags_that_are_fixed_stay():
 
 def test_a_base_in_four_bits_brings_back_the_blocks_that_it_makes_room_for():
     def needed(train: Train) -> int:
-        return memory_plan(BIG, settings_of(train), tokens=32760).device
+        return memory_plan(BIG, memory_settings(train), tokens=32760).device
 
     least = {**FASTEST, "checkpointing": "full", "gradient_checkpointing_cpu_offload": True}
     given = options(block_swap_ring_size=6)
@@ -115,7 +115,7 @@ def test_flags_that_are_fixed_are_joined_by_none_that_training_refuses_beside_th
     tokens = tokens_of(BIG, (832, 480), 17)
 
     def needed(train: Train) -> int:
-        return memory_plan(BIG, settings_of(train), tokens=tokens).device
+        return memory_plan(BIG, memory_settings(train), tokens=tokens).device
 
     flags = fitting_flags(options(**given), BIG, needed, gib * GIB, given.keys())
     assert flags or gib < 141 or len(given) == 2
@@ -131,7 +131,7 @@ def test_several_processes_share_out_the_weights_where_one_card_is_too_small():
     shape = Shape((832, 480), 17)
     found = Survey()
     found.samples[shape] = found.uses[shape] = 10
-    card = named("A100 40GB")
+    card = card_named("A100 40GB")
     small = options(checkpointing="full", quantize="none", blocks_to_swap=0)
     alone, four = (plan_run(small, BIG, found, card, processes=count) for count in (1, 4))
     assert (alone.settings.shards, four.settings.shards) == (1, 1), "a whole copy fits"
@@ -147,10 +147,10 @@ def test_several_processes_share_out_the_weights_where_one_card_is_too_small():
     assert copies.budget == alone.budget
     swaps = plan_run(replace(small, blocks_to_swap=1), BIG, found, card, processes=4)
     assert swaps.settings.shards == 1, "as the trainer has it: what is swapped is not shared out"
-    stored = plan_run(small, BIG, found, named("RTX 4090"), bits=8.5)
+    stored = plan_run(small, BIG, found, card_named("RTX 4090"), bits=8.5)
     cure = find_cure(stored, {"quantize"})
     assert cure.flags
-    cured = replace(settings_of(replace(small, **cure.flags)), stored_bits=8.5)
+    cured = replace(memory_settings(replace(small, **cure.flags)), stored_bits=8.5)
     assert cure.budget == memory_plan(BIG, cured, tokens=32760), "the file's own bits count in what is proposed, too"
 
 
@@ -178,7 +178,7 @@ def two_shapes() -> Survey:
 
 
 def test_a_mean_step_takes_what_its_batches_do():
-    card, train = named("H100 80GB"), options(gradient_accumulation_steps=2)
+    card, train = card_named("H100 80GB"), options(gradient_accumulation_steps=2)
     found = plan_run(train, BIG, two_shapes(), card, processes=2)
     clips, pictures = found.shapes
     assert (clips.batches, pictures.batches, found.steps_per_epoch) == (3, 2, 2), "a batch that is not full is one"
@@ -194,7 +194,7 @@ def test_a_mean_step_takes_what_its_batches_do():
 
 def test_swapped_blocks_go_over_the_link_both_ways():
     """Forward and backward, each as long as the link takes."""
-    card, settings = named("RTX 4090"), MemorySettings(blocks_to_swap=40)
+    card, settings = card_named("RTX 4090"), MemorySettings(blocks_to_swap=40)
     small = shape_flops(Shape((64, 64), 1), options(), BIG, 64)
     once = 40 * block_bytes(BIG, settings) / 25e9
     assert batch_seconds(small, card, settings, BIG) == pytest.approx((2 * once, 3 * once))
@@ -323,15 +323,15 @@ def test_every_known_card_is_found_by_its_own_name_and_as_it_is_named():
         assert found
         assert found[0] == name
         for size in card.sizes:
-            gpu = named(f"{name} {size}GB")
+            gpu = card_named(f"{name} {size}GB")
             assert gpu.memory == size * GIB
-            assert named(gpu.as_named) == gpu
+            assert card_named(gpu.as_named) == gpu
 
 
 def test_a_name_that_says_too_little_is_refused():
     for text in ("RTX", "", "4090", "laptop RTX 4090", "GB"):
         with pytest.raises(UsageError):
-            named(text)
+            card_named(text)
 
 
 @pytest.mark.parametrize(
@@ -356,16 +356,16 @@ def test_cards_of_amd_are_read():
 
 
 def test_flags_and_processes_become_the_settings_of_the_formula():
-    usual = settings_of(options())
+    usual = memory_settings(options())
     assert usual.by_hand
     assert not usual.all_resident
-    assert settings_of(options(), 4).all_resident, "weights that are shared out stay"
-    assert settings_of(options(offload_inactive_dit=False)).all_resident
-    assert settings_of(options(ema_decay=0.9)).moment_bytes == usual.moment_bytes + 4
-    assert settings_of(options(network_module="loha")).factors == 2 * usual.factors
+    assert memory_settings(options(), 4).all_resident, "weights that are shared out stay"
+    assert memory_settings(options(offload_inactive_dit=False)).all_resident
+    assert memory_settings(options(ema_decay=0.9)).moment_bytes == usual.moment_bytes + 4
+    assert memory_settings(options(network_module="loha")).factors == 2 * usual.factors
     for changes in ({"dora": True}, {"network_dropout": 0.1}, {"network_module": "loha"}, {"pack": True},
                     {"plain": True}, {"compile": True}):  # fmt: skip
-        assert not settings_of(options(**changes)).by_hand, changes
+        assert not memory_settings(options(**changes)).by_hand, changes
 
 
 def test_of_two_experts_one_is_on_the_device_with_the_adapters_of_both():

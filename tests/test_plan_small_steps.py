@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from wangen import profiles
-from wangen.generator.cards import named
+from wangen.generator.cards import card_named
 from wangen.generator.memory import MemorySettings
 from wangen.generator.plan.estimate import batch_seconds, plan_run, shape_flops
 from wangen.generator.plan.shapes import Shape, Survey
@@ -26,7 +26,7 @@ def test_small_steps_take_what_their_kernels_take_to_start():
     pictures = Survey(samples=Counter({small: 4}), uses=Counter({small: 4}))
 
     def seconds(card: str, **changes: Any) -> Any:
-        (one,) = plan_run(options(checkpointing="full", **changes), BIG, pictures, named(card)).shapes
+        (one,) = plan_run(options(checkpointing="full", **changes), BIG, pictures, card_named(card)).shapes
         return one.seconds
 
     by_graph, by_processor = (pytest.approx((40 * 290 * each, 2 * 40 * 290 * each)) for each in (2.5e-6, 13e-6))
@@ -35,6 +35,6 @@ def test_small_steps_take_what_their_kernels_take_to_start():
     for changes in ({"cuda_graphs": False}, {"compile": True}, {"network_dropout": 0.1}, {"cache_mode": "realtime"}):
         assert seconds("H100", **changes) == by_processor
     large = shape_flops(Shape((832, 480), 81), options(), BIG, 64)
-    assert batch_seconds(large, named("H100"), settings, BIG) == batch_seconds(
-        large, named("H100"), settings, BIG, replayed=True
+    assert batch_seconds(large, card_named("H100"), settings, BIG) == batch_seconds(
+        large, card_named("H100"), settings, BIG, replayed=True
     )

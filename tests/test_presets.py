@@ -17,9 +17,9 @@ from wangen.generator.memory import (
     adapter_weights,
     block_bytes,
     memory_plan,
+    memory_settings,
     outer_bytes,
     preset_flags,
-    settings_of,
     tokens_of,
     usable_bytes,
 )
@@ -239,7 +239,7 @@ def test_what_needs_more_than_a_preset_swaps_more_blocks_as_far_as_there_are(way
         rank = max(preset.network_dim, found.network_dim)
         tokens = tokens_of(model, preset.resolution, preset.num_frames)
         needed, of_fewer = (
-            memory_plan(model, replace(settings_of(found), rank=rank, blocks_to_swap=blocks), tokens=tokens).device
+            memory_plan(model, replace(memory_settings(found), rank=rank, blocks_to_swap=blocks), tokens=tokens).device
             for blocks in (swapped, swapped - 1)
         )
         most = model.transformer.num_layers - found.checkpointing_free_blocks
@@ -343,7 +343,7 @@ def test_what_other_flags_make_too_large_for_a_named_card_is_said(caplog):
         options = resolve_vram(train(vram="24", **flags), T2V, None)
         (record,) = caplog.records
         tokens = tokens_of(T2V, (832, 480), 81)
-        settings = settings_of(options)
+        settings = memory_settings(options)
         needed = memory_plan(T2V, replace(settings, rank=max(32, settings.rank)), tokens=tokens).device
         assert f"clips of 832x480x81 need {needed / GIB:.1f} GiB of the 22.5 GiB that such a card" in record.message
 

@@ -12,11 +12,11 @@ from tiny import TinyRun
 
 from wangen import profiles
 from wangen.generator import workspace
-from wangen.generator.cards import named
+from wangen.generator.cards import card_named
 from wangen.generator.cli import main
 from wangen.generator.errors import UsageError
 from wangen.generator.launch import Launch
-from wangen.generator.memory import GIB, memory_of, memory_plan, preset_flags, settings_of, tokens_of, usable_bytes
+from wangen.generator.memory import GIB, memory_of, memory_plan, memory_settings, preset_flags, tokens_of, usable_bytes
 from wangen.generator.memory_changes import fitting_flags
 from wangen.generator.memory_presets import for_smaller_steps, require_fitting, resolve_vram
 from wangen.generator.plan.planning import plan_script
@@ -44,7 +44,7 @@ def asked(model: Model, vram: str, **flags: object) -> Train:
 
 
 def needed(options: Train, model: Model, tokens: int) -> int:
-    return memory_plan(model, settings_of(options), tokens=tokens).device
+    return memory_plan(model, memory_settings(options), tokens=tokens).device
 
 
 @pytest.mark.parametrize(("resolution", "num_frames"), CLIPS)
@@ -287,6 +287,6 @@ def test_a_plan_of_a_script_that_looks_at_its_card_says_what_training_will_take(
     publish(tmp_path, '[steps.train]\nvram = "auto"\n', a_png=image_bytes())
     target = workspace.read(tmp_path).target("linux")
     script = read_script(target.folder / "train_x.sh", target)
-    planned = plan_script(script, named("12GB"), num_cards=1, here=False)
+    planned = plan_script(script, card_named("12GB"), num_cards=1, here=False)
     assert planned.plan.train.checkpointing == "none"
     assert planned.plan.fits

@@ -23,8 +23,8 @@ from wangen.runtime.training.sampling import (
     cut_samples,
     list_samples,
     make_samples,
+    sample_settings,
     samples_due,
-    settings_of,
     training_scenes,
 )
 
@@ -159,14 +159,14 @@ def test_comfyui_is_told_the_guidance_that_was_used_and_what_is_merged(tiny_run,
     assert "guidance below 1 is as 1" in caplog.text
     assert "--n decides nothing without guidance" in caplog.text
     both, run.trainees = run.trainees, run.trainees[:1]
-    assert settings_of(run, scene.prompt)["comfyui"]["cfg"] == 2.0, "the expert for high noise alone"
+    assert sample_settings(run, scene.prompt)["comfyui"]["cfg"] == 2.0, "the expert for high noise alone"
     run.trainees = both[1:]
-    assert settings_of(run, scene.prompt)["comfyui"]["cfg"] == 3.0
-    assert settings_of(run, below.prompt)["comfyui"]["cfg"] == 1.0, "ComfyUI would mix with less"
-    assert "base_weights" not in settings_of(run, below.prompt)
+    assert sample_settings(run, scene.prompt)["comfyui"]["cfg"] == 3.0
+    assert sample_settings(run, below.prompt)["comfyui"]["cfg"] == 1.0, "ComfyUI would mix with less"
+    assert "base_weights" not in sample_settings(run, below.prompt)
     merged = replace(run.plan.options, base_weights=(tmp_path / "a.safetensors",), base_weights_multiplier=(0.5,))
     run.plan = replace(run.plan, options=merged)
-    told = settings_of(run, scene.prompt)
+    told = sample_settings(run, scene.prompt)
     assert told["base_weights"] == told["comfyui"]["base_weights"] == [{"file": "a.safetensors", "strength": 0.5}]
 
 
@@ -315,6 +315,6 @@ def test_an_expert_that_goes_the_whole_way_has_its_own_guidance(tmp_path):
 def test_the_step_at_the_boundary_is_told_as_one_of_the_high_noise_expert(tiny_run, tmp_path):
     run = make_run(options_of(tiny_run, tmp_path, task="t2v-A14B", dit_high_noise=tiny_run.weights["dit"]))
     (scene, *_) = scenes_of(run, tmp_path)
-    told = settings_of(run, replace(scene.prompt, sampler="euler", shift=1.0, steps=8))
+    told = sample_settings(run, replace(scene.prompt, sampler="euler", shift=1.0, steps=8))
     assert told["sigmas"][:3] == [1.0, 0.875, 0.75]
     assert told["comfyui"]["steps_high_noise"] == 2

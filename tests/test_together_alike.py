@@ -19,7 +19,7 @@ from train_cases import TI2V, make_cases, make_ti2v
 from wangen import profiles
 from wangen.generator.errors import WRONG_USAGE, UsageError, WangenError
 from wangen.generator.launch import Launch
-from wangen.generator.memory import memory_plan, settings_of
+from wangen.generator.memory import memory_plan, memory_settings
 from wangen.generator.steps import Train
 from wangen.runtime.training import loading, parallel, ranks
 from wangen.runtime.training.plan import Plan
@@ -194,7 +194,7 @@ def test_weights_are_shared_out_where_the_card_with_least_free_holds_no_whole_co
         told = Told(Launch(count=4, local_count=local[0]), local, free)
         return parallel.chosen_way(plan, told, torch.device("cpu"))  # type: ignore[arg-type]
 
-    once, twice = (memory_plan(BIG, settings_of(options), tokens=1560 * times).device for times in (1, 2))
+    once, twice = (memory_plan(BIG, memory_settings(options), tokens=1560 * times).device for times in (1, 2))
     assert way([2] * 4, [once] * 4) == "ddp"
     assert way([2] * 4, [2 * once, once, once - 1, once]) == "hsdp"
     assert way([4] * 4, [once - 1] * 4) == way([3, 3, 3, 1], [once - 1] * 4) == "fsdp", "machines are not alike"

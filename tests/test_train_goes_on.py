@@ -24,7 +24,7 @@ from train_cases import at_step, measured
 
 from wangen.generator.steps import Train
 from wangen.runtime import train
-from wangen.runtime.lora_folder import lora_checkpoints
+from wangen.runtime.lora_folder import saved_loras
 from wangen.runtime.models.compute import Compute
 from wangen.runtime.models.wan import velocity_model
 from wangen.runtime.report.run_files import read_run
@@ -221,7 +221,7 @@ def test_the_best_is_chosen_anew_when_it_is_judged_at_other_points(tiny_run, tmp
     assert (tmp_path / "lora-best.safetensors").read_bytes() != before
     train.run(replace(options, max_train_steps=6, learning_rate=2e-3, mixed_precision="bf16", resume_changed=True))
     assert (tmp_path / "lora-kept2-step00000004.safetensors").is_file(), "the best of another precision"
-    found = {one.path.stem: (one.run, one.step) for one in lora_checkpoints(tmp_path)}
+    found = {one.path.stem: (one.run, one.step) for one in saved_loras(tmp_path)}
     assert found["lora-kept-step00000004"] == ("lora", 4)
     assert {lora.file.stem: lora.step for lora in read_run(tmp_path, None).loras}["lora-kept-step00000004"] == 4
     best = tmp_path / "lora-best.safetensors"

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from wangen import profiles
 from wangen.generator.errors import UsageError, WangenError, bytes_text, many
-from wangen.generator.files import named, read_file
+from wangen.generator.files import naming, read_file
 from wangen.generator.lint import bat, exits, experts, flags, order, own, ps1, sh, shell, toml, tools, writing
 from wangen.generator.lint.kinds import Finding
 from wangen.generator.lint.script import HERE, MORE, UNKNOWN, Call, Script, Shell, base_name, find_calls
@@ -217,5 +217,5 @@ def _wrapped(words: str, first: str) -> list[str]:
 
 
 def _made(path: Path) -> Script:
-    with named(path):
+    with naming(path):
         return parse(path, _SHELLS[Path(path.name.removesuffix(".new")).suffix], path.read_bytes())

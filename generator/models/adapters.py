@@ -55,7 +55,7 @@ class Group:
 
 
 @dataclass(frozen=True)
-class Adapter:
+class AdapterFacts:
     """The facts of a LoRA, DoRA, LoHa or LoKr.
 
     Attributes:
@@ -148,7 +148,7 @@ def unfit(tensors: Mapping[str, TensorInfo]) -> str:
     return ""
 
 
-def describe_lora(file: Path, header: Header) -> Adapter:
+def describe_lora(file: Path, header: Header) -> AdapterFacts:
     """The facts of an adapter.
 
     Args:
@@ -169,7 +169,7 @@ def describe_lora(file: Path, header: Header) -> Adapter:
     dim = widths.pop() if len(widths) == 1 else 0
     blocks = {int(match["number"]) for name in modules if (match := _BLOCK.match(name))}
     image = any(map(_IMAGE.fullmatch, modules))
-    return Adapter(
+    return AdapterFacts(
         kind="DoRA" if dora else WORDS[kind],
         layout=layout_of(header.tensors),
         groups=_groups(modules, alphas),

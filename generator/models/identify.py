@@ -12,7 +12,7 @@ from wangen.generator.bundle import files_below
 from wangen.generator.errors import WangenError, bytes_text, many, printable
 from wangen.generator.headers import INDEX, PIPELINE, read_header, shards
 from wangen.generator.kinds import KINDS, Facts, examine
-from wangen.generator.models.adapters import Adapter, describe_lora
+from wangen.generator.models.adapters import AdapterFacts, describe_lora
 
 PIPELINE_FOLDERS = ("transformer", "transformer_2", "vae", "text_encoder", "image_encoder")
 """The models of a diffusers pipeline, each a folder."""
@@ -25,7 +25,7 @@ ENDINGS = (".safetensors", ".gguf", ".pth", ".bin", ".pt")
 
 _NUM_TOLD, _MAX_TEXT = 16, 100
 
-Answer = tuple[Facts, Adapter | None] | WangenError
+Answer = tuple[Facts, AdapterFacts | None] | WangenError
 """What a file is, with the facts of an adapter, or why nobody can say."""
 
 _ADAPTERS = ("lora", "lora-other")
@@ -124,7 +124,7 @@ def _lines(answer: Answer) -> Iterator[str]:
         yield _row("metadata", f"{_short(key)}: {_short(text)}")
 
 
-def _flag(facts: Facts, adapter: Adapter | None) -> str:
+def _flag(facts: Facts, adapter: AdapterFacts | None) -> str:
     """What takes such a file; empty for one that is refused."""
     if adapter is None:
         return KINDS[facts.kind][1]

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from wangen.generator import workspace
-from wangen.generator.cards import Gpu, named
+from wangen.generator.cards import Gpu, card_named
 from wangen.generator.errors import UsageError, WangenError
 from wangen.generator.files import is_file
 from wangen.generator.paths import slugify
@@ -52,7 +52,7 @@ def make(request: Request) -> Planned:
         WangenError: as `run`.
     """
     script = _named_script(request) or _published(request)
-    cards = [named(request.gpu)] if request.gpu is not None else _cards_for(script.target)
+    cards = [card_named(request.gpu)] if request.gpu is not None else _cards_for(script.target)
     smallest = min(cards, key=lambda one: one.memory, default=None)
     return plan_script(script, smallest, num_cards=len(cards), here=request.gpu is None)
 

@@ -4,7 +4,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from wangen.generator.memory import MemoryBudget, batches_of_a_pass, memory_plan, settings_of
+from wangen.generator.memory import MemoryBudget, batches_of_a_pass, memory_plan, memory_settings
 from wangen.generator.memory_changes import as_flag, fitting_flags, shared_out
 from wangen.generator.plan.estimate import RunPlan, memory_tokens
 from wangen.generator.plan.shapes import Shape
@@ -44,7 +44,7 @@ def find_cure(plan: RunPlan, fixed: Collection[str] = ()) -> Cure:
     settings, rows, usable = plan.settings, plan.rows, plan.usable
 
     def budget(train: Train, tokens: int) -> MemoryBudget:
-        chosen = replace(settings_of(train, settings.shards), stored_bits=settings.stored_bits)
+        chosen = replace(memory_settings(train, settings.shards), stored_bits=settings.stored_bits)
         return memory_plan(plan.model, chosen, tokens=tokens * batches_of_a_pass(train))
 
     def needed_for(tokens: int) -> Callable[[Train], int]:

@@ -22,8 +22,8 @@ from wangen.generator.memory import (
     block_bytes,
     grid_tokens,
     memory_plan,
+    memory_settings,
     num_trained,
-    settings_of,
     trained_weights,
     usable_bytes,
 )
@@ -146,7 +146,7 @@ def plan_run(
         bits: of a weight in the file of the base.
     """
     rows = survey.mean_rows or SHORT_TEXT
-    settings = replace(settings_of(train), stored_bits=bits)
+    settings = replace(memory_settings(train), stored_bits=bits)
     shapes = []
     for shape, uses in survey.uses.items():
         flops = shape_flops(shape, train, model, rows)
@@ -245,5 +245,5 @@ def batch_seconds(
 
 def all_trained(train: Train, model: Model) -> int:
     """The numbers that are trained in all experts."""
-    settings = settings_of(train)
+    settings = memory_settings(train)
     return trained_weights(model, settings) * num_trained(model, settings)

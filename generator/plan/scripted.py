@@ -8,7 +8,7 @@ from typing import Any
 from wangen.generator import scripts
 from wangen.generator.bundle import script_names
 from wangen.generator.errors import UsageError, WangenError
-from wangen.generator.files import named
+from wangen.generator.files import naming
 from wangen.generator.quoting import QUOTES
 from wangen.generator.seen import seen_step
 from wangen.generator.steps import Train
@@ -61,7 +61,7 @@ def read_script(path: Path, target: Target | None = None) -> Scripted:
     if target is None and shell in ("bat", "ps1") and host_platform_name() != "windows":
         raise UsageError(f"this script is for Windows, and this is {host_platform_name()}", where=str(path),
                          cure="ask in its workspace: wangen plan NAME --platform windows")  # fmt: skip
-    with named(path):
+    with naming(path):
         data = path.read_bytes()
     steps, elsewhere = [], list[str]()
     if wrong := scripts.invalid_knobs(data):

@@ -12,8 +12,8 @@ from wangen.generator.memory import (
     PLAIN_MEMORY,
     gib_text,
     memory_plan,
+    memory_settings,
     preset_of,
-    settings_of,
     tokens_of,
     usable_bytes,
 )
@@ -53,7 +53,7 @@ def preset_advice(
         frames = model.num_frames if clips else 1
         largest = max(sizes, key=lambda size: tokens_of(model, size, frames))
         tokens = tokens_of(model, largest, frames) * settings.batch_size
-        needed = memory_plan(model, settings_of(train), tokens=tokens).device
+        needed = memory_plan(model, memory_settings(train), tokens=tokens).device
         if needed > usable_bytes(int(vram) * GIB):
             preset = preset_of(model, vram)
             batch = f", {settings.batch_size} at a time" if settings.batch_size > 1 else ""

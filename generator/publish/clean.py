@@ -186,7 +186,7 @@ def _look_at_pictures(found: Inventory, folder: Path, seen: _Seen) -> None:
                     notes.setdefault(name, []).append(note)
             else:
                 stay |= {name for name, _ in prompt_pictures.read(data)}
-                stay |= {*prompt_pictures.named(path)}
+                stay |= {*prompt_pictures.named_pictures(path)}
     for name, own in notes.items():
         if name not in stay and seen.first(folder / name):
             for picture in (folder / name, beside(folder / name)):

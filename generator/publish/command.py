@@ -172,7 +172,7 @@ def _cards(card: str | None) -> list[Gpu]:
     Raises:
         WangenError: there is none.
     """
-    found = gpus.seen() if card is None else [cards.named(card)]
+    found = gpus.seen() if card is None else [cards.card_named(card)]
     if not found:
         raise WangenError("no GPU is seen here", where="--fit", cure='name the one that trains: --gpu "RTX 4090"')
     return found

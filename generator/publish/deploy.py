@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import NamedTuple, TypeVar
 
 from wangen.generator.errors import WangenError
-from wangen.generator.files import named, remove, replace, sync_folder, write_new
+from wangen.generator.files import naming, remove, replace, sync_folder, write_new
 from wangen.generator.publish import manifest
 from wangen.generator.publish.folder import FolderPlan, Wanted
 from wangen.generator.publish.manifest import UNKNOWN, FileState, Manifest, Record
@@ -150,7 +150,7 @@ def stage(final: Path, chunks: Iterable[bytes], mode: int | None = None, begin: 
         OSError: the disk refused; the temporary file is gone.
     """
     staged = Staged(_temporary(final, begin), final)
-    with named(final):
+    with naming(final):
         write_new(staged.temporary, chunks, mode)
     return staged
 

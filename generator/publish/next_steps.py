@@ -9,7 +9,7 @@ from wangen.generator.bundle import PROMPTS, find_weights, needed_weights, promp
 from wangen.generator.errors import WangenError
 from wangen.generator.models.places import named_tokenizer
 from wangen.generator.paths import is_absolute_anywhere
-from wangen.generator.publish.prompt_pictures import named
+from wangen.generator.publish.prompt_pictures import named_pictures
 from wangen.generator.target import Target
 from wangen.generator.tokenizer_file import find_tokenizer, home_of
 from wangen.generator.workspace import Workspace
@@ -51,7 +51,7 @@ def say_next(place: Workspace, targets: Collection[Target], model: Model, slug: 
 def _pictures(place: Workspace, target: Target, model: Model) -> Iterator[str]:
     """The pictures with relative paths that a bundle's sample prompts name and that it has not, as they are written."""
     file, folders = prompts_file(place, target, model), (target.folder, target.folder / "files" / PROMPTS)
-    for name in named(file) if file else ():
+    for name in named_pictures(file) if file else ():
         if not any((folder / name).is_file() for folder in folders):
             yield name
 

@@ -36,7 +36,7 @@ def prompts_in(folder: Path) -> list[Path]:
     return sorted(path for path in folder.glob("*") if path.name.removesuffix(".new").endswith(PROMPT_ENDINGS))
 
 
-def named(prompts: Path) -> list[str]:
+def named_pictures(prompts: Path) -> list[str]:
     """The pictures with relative paths that a prompt file names, as they are written, each once.
 
     Raises:
@@ -56,7 +56,7 @@ def origins(prompts: Path, workspace: Path) -> dict[str, Path]:
     None that leads out of it, holds nothing, or has the name of a prompt file.
     """
     found = {}
-    for name in named(prompts):
+    for name in named_pictures(prompts):
         places = (folder / name for folder in (prompts.parent, workspace))
         origin = next((place for place in places if is_file(place) and place.stat().st_size), None)
         if origin and name.isprintable() and ".." not in Path(name).parts and not name.endswith(PROMPT_ENDINGS):

@@ -15,7 +15,7 @@ from wangen.generator.run_names import EXPERTS
 from wangen.generator.step_parts import require_try
 from wangen.runtime.evaluation.tables import Candidate
 from wangen.runtime.evaluation_file import BASE
-from wangen.runtime.lora_folder import Checkpoint, lora_checkpoints, of_last_run
+from wangen.runtime.lora_folder import SavedLora, of_last_run, saved_loras
 
 log = logging.getLogger("wangen")
 
@@ -58,12 +58,12 @@ def _of_run(folder: Path, *, experts: bool) -> list[Candidate]:
     Raises:
         WangenError: there is none, or none that belong together.
     """
-    checkpoints = of_last_run(lora_checkpoints(folder), folder)
+    checkpoints = of_last_run(saved_loras(folder), folder)
     if not checkpoints:
         raise WangenError(f"{FLAG}: this folder holds no LoRA", where=str(folder), cure="name the LoRA's file")
     if not experts:
         return [Candidate(one.path.stem, one.step, one.path) for one in checkpoints]
-    pairs: dict[str, dict[str, Checkpoint]] = {}
+    pairs: dict[str, dict[str, SavedLora]] = {}
     for one in checkpoints:
         before, _, after = one.path.stem.rpartition(f"_{one.expert}")
         pairs.setdefault((before + after) if one.expert else one.path.stem, {})[one.expert] = one
@@ -92,7 +92,7 @@ def _expert_of(file: Path) -> str:
     return read_header(lora_file(file)).metadata.get(EXPERT, LOW_NOISE)
 
 
-def _of_pair(name: str, pair: Mapping[str, Checkpoint]) -> Candidate:
+def _of_pair(name: str, pair: Mapping[str, SavedLora]) -> Candidate:
     """Both experts' LoRAs of one moment; of their best, which may be of two, the step of the later one."""
     low, high = pair[LOW_NOISE], pair[HIGH_NOISE]
     steps = tuple(one.run_step for one in (high, low) if one.run_step is not None)

@@ -6,7 +6,7 @@ from pathlib import Path
 from statistics import fmean
 
 from wangen.runtime.evaluation.intervals import Difference, paired_difference
-from wangen.runtime.evaluation_file import BASE, Checkpoint, Row, told_path
+from wangen.runtime.evaluation_file import BASE, Row, ScoredCheckpoint, told_path
 from wangen.runtime.loader import CachedSample
 from wangen.runtime.training.held_out import video_key
 from wangen.runtime.training.validation import Losses
@@ -87,7 +87,7 @@ def difference(base: Losses, other: Losses, groups: Sequence[str], *, comparison
 
 def ranking(
     base: Losses, found: Mapping[str, Losses], candidates: Sequence[Candidate], groups: Sequence[str], folder: Path
-) -> list[Checkpoint]:
+) -> list[ScoredCheckpoint]:
     """The candidates by their mean loss, the lowest first; of equal ones the earlier stays first.
 
     Args:
@@ -103,7 +103,7 @@ def ranking(
         losses = found[candidate.name]
         delta = difference(base, losses, groups, comparisons=len(candidates))
         made.append(
-            Checkpoint(
+            ScoredCheckpoint(
                 name=candidate.name,
                 file=told_path(candidate.file, folder) if candidate.file else "",
                 mean_loss=mean(losses),

@@ -29,7 +29,7 @@ from wangen.runtime.loader import CachedSample
 from wangen.runtime.media import open_image, target_frames
 from wangen.runtime.progress import progress
 from wangen.runtime.sampling.output import KEY, read_frames, write_media
-from wangen.runtime.sampling.repeat import identities, made_on, settings_of
+from wangen.runtime.sampling.repeat import identities, made_on, video_settings
 from wangen.runtime.sampling.resume import is_made
 from wangen.runtime.sampling.sampler import ExpertWeights, Request, Sampler, make_videos
 from wangen.runtime.sampling.sampler import Video as Made
@@ -118,7 +118,7 @@ def plan_videos(
         for who in everyone:
             name = name_of(who)
             path = folder / f"{number:03d}-seed{prompt.seed}-{name}.{ending}"
-            settings = {**settings_of(own[name], prompt), **told[name]}
+            settings = {**video_settings(own[name], prompt), **told[name]}
             jobs.append(Job(activity, prompt, number, who, path, settings))
     return jobs
 

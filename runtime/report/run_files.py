@@ -13,7 +13,7 @@ from wangen.generator.formats.one_file import read_file
 from wangen.generator.header_keys import AVERAGED, RUN_STEPS, TASK, TRAIN_MODE
 from wangen.generator.run_folder import EVALUATION, METRICS, SAMPLE_LIST, SAMPLES
 from wangen.generator.run_names import EXPERT_PART, LORA_PARTS, SAMPLE_PARTS
-from wangen.runtime.evaluation_file import Checkpoint, Evaluation, read_evaluation
+from wangen.runtime.evaluation_file import Evaluation, ScoredCheckpoint, read_evaluation
 from wangen.runtime.report.metrics_log import MetricsLog, Record, num_steps, run_of
 from wangen.runtime.report.step_reports import begun_in, mapping, reports_of, time_s
 
@@ -29,7 +29,7 @@ _LEVELS = 4
 
 
 @dataclass(frozen=True)
-class Lora:
+class LoraFile:
     """A file that training saved.
 
     Attributes:
@@ -99,7 +99,7 @@ class RunFiles:
     others: tuple[str, ...] = ()
     records: Sequence[Record] = ()
     reports: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
-    loras: Sequence[Lora] = ()
+    loras: Sequence[LoraFile] = ()
     samples: Sequence[Sample] = ()
     evaluation: Evaluation | None = None
     judged_beside: str = ""
@@ -259,7 +259,7 @@ def _lora_names(name: str) -> re.Pattern[str]:
     return re.compile(f"{re.escape(name)}{EXPERT_PART}{LORA_PARTS}\\.safetensors")
 
 
-def _loras(folder: Path, name: str, problems: list[str]) -> Iterator[Lora]:
+def _loras(folder: Path, name: str, problems: list[str]) -> Iterator[LoraFile]:
     pattern = _lora_names(name)
     for path in sorted(folder.iterdir()):
         match = pattern.fullmatch(path.name)
@@ -275,7 +275,7 @@ def _loras(folder: Path, name: str, problems: list[str]) -> Iterator[Lora]:
         what = "best" if match["best"] else on_the_way
         what += ", average" if match["average"] or AVERAGED in metadata else ""
         step = int(told) if told.isdecimal() else None
-        yield Lora(path, match["expert"] or "", step, what, path.stat().st_size, metadata)
+        yield LoraFile(path, match["expert"] or "", step, what, path.stat().st_size, metadata)
 
 
 def _samples(folder: Path, name: str, problems: list[str]) -> Iterator[Sample]:
@@ -340,6 +340,6 @@ def files_of(evaluation: Evaluation) -> list[str]:
     return [name for one in evaluation.checkpoints for name in file_names(one)]
 
 
-def file_names(checkpoint: Checkpoint) -> tuple[str, ...]:
+def file_names(checkpoint: ScoredCheckpoint) -> tuple[str, ...]:
     """The names of a checkpoint's files, one for each expert; their folders are written as their system does it."""
     return tuple(PureWindowsPath(file).name for file in (checkpoint.file_high_noise, checkpoint.file) if file)

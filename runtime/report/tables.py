@@ -9,11 +9,11 @@ from wangen.generator.errors import bytes_text, duration_text
 from wangen.generator.header_keys import FINGERPRINT, TRAIN_MODE
 from wangen.generator.steps import Train
 from wangen.generator.table import options
-from wangen.runtime.evaluation_file import Checkpoint, Evaluation, Memorisation, Row
+from wangen.runtime.evaluation_file import Evaluation, Memorisation, Row, ScoredCheckpoint
 from wangen.runtime.lora_folder import steps_of_epoch
 from wangen.runtime.report.charts import experts_of, rows_of, validations
 from wangen.runtime.report.dataset import DatasetPart
-from wangen.runtime.report.run_files import Lora, RunFiles
+from wangen.runtime.report.run_files import LoraFile, RunFiles
 from wangen.runtime.report.step_reports import is_number, mapping
 
 _LONG = 400
@@ -147,7 +147,7 @@ def lora_table(run: RunFiles, use: Sequence[str]) -> Table | None:
     return Table("Saved files", head, rows, best) if rows else None
 
 
-def _network(lora: Lora) -> str:
+def _network(lora: LoraFile) -> str:
     kind = lora.metadata.get("ss_network_module", "").rpartition(".")[2].partition("_")[0]
     rank, alpha = lora.metadata.get("ss_network_dim"), lora.metadata.get("ss_network_alpha")
     return f"{kind}, rank {rank}, alpha {alpha}" if rank else lora.metadata.get(TRAIN_MODE, "")
@@ -205,12 +205,12 @@ def ranking_table(found: Evaluation) -> Table:
     return Table(f"Ranking; the base has {found.mean_base:.5f}", head, rows, best)
 
 
-def _interval(one: Checkpoint) -> str:
+def _interval(one: ScoredCheckpoint) -> str:
     none = one.ci_low is None or one.ci_high is None
     return "none of one file" if none else f"{one.ci_low:+.5f} to {one.ci_high:+.5f}"
 
 
-def _judged(one: Checkpoint) -> str:
+def _judged(one: ScoredCheckpoint) -> str:
     if one.ci_low is None:
         return "not known"
     return "better than base" if one.is_better else "worse than base" if one.is_worse else "within chance"

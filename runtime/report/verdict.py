@@ -8,7 +8,7 @@ from typing import Any, Literal, NamedTuple
 from wangen.generator.errors import many
 from wangen.runtime.evaluation_file import Evaluation, Row
 from wangen.runtime.report.charts import comparable, experts_of, validations
-from wangen.runtime.report.run_files import Lora, RunFiles, file_names
+from wangen.runtime.report.run_files import LoraFile, RunFiles, file_names
 from wangen.runtime.report.step_reports import is_number
 from wangen.runtime.trained_on import fingerprints, may_have_seen
 
@@ -229,7 +229,7 @@ def _lower_average(trained: Sequence[tuple[int, Mapping[str, Any]]], loss: float
     return lowest if lowest and lowest.loss < loss else None
 
 
-def _kept_average(loras: Sequence[Lora], expert: str, step: int) -> Lora | None:
+def _kept_average(loras: Sequence[LoraFile], expert: str, step: int) -> LoraFile | None:
     """An expert's `-best` that holds the averaged weights of a step (`--keep_best` with `--ema_decay`)."""
     wanted = expert, "best, average", step
     return next((lora for lora in loras if (lora.expert, lora.what, lora.step) == wanted), None)
@@ -259,14 +259,14 @@ def _in_words(step: int, told: Mapping[str, Any]) -> str:
     return words
 
 
-def _nearest_file(loras: Sequence[Lora], expert: str, step: int) -> Lora | None:
+def _nearest_file(loras: Sequence[LoraFile], expert: str, step: int) -> LoraFile | None:
     """The file saved at this step, `-best` first, else of the nearest step; averages and other layouts last.
 
     What a later start set aside may be of another line, or of other settings: it comes behind all others.
     """
     known = [lora for lora in loras if lora.expert == expert and lora.step is not None]
 
-    def rank(lora: Lora) -> tuple[bool, int, bool, bool, int]:
+    def rank(lora: LoraFile) -> tuple[bool, int, bool, bool, int]:
         distance, aside = abs((lora.step or 0) - step), "set aside" in lora.what
         return aside, distance, "average" in lora.what, lora.what != "best", len(lora.file.name)
 

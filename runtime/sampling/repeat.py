@@ -52,7 +52,7 @@ def made_on(device_type: str) -> dict[str, Any]:
     return {"device": device_type, "versions": {name: version(name) for name in LIBRARIES}}
 
 
-def settings_of(options: Generate, prompt: SamplePrompt) -> dict[str, Any]:
+def video_settings(options: Generate, prompt: SamplePrompt) -> dict[str, Any]:
     """The pinned flags of one video, by name, and the digest of its first frame.
 
     Args:

@@ -9,7 +9,7 @@ from dataclasses import replace
 import torch
 
 from wangen import profiles
-from wangen.generator.adapter_settings import Settings
+from wangen.generator.adapter_settings import AdapterSettings
 from wangen.generator.errors import many, some
 from wangen.generator.lora_keys import module_name
 from wangen.generator.steps import Train
@@ -32,7 +32,7 @@ from wangen.runtime.libraries import (
 )
 from wangen.runtime.lora import adapter_layers
 from wangen.runtime.randomness import generator_for
-from wangen.runtime.training.adapter_config import merged, select_modules, settings, start_flag
+from wangen.runtime.training.adapter_config import adapter_settings, merged, select_modules, start_flag
 
 log = logging.getLogger("wangen")
 
@@ -65,7 +65,7 @@ def add_adapter(
             weight in a form that this kind cannot work with.
         UsageError: flags that contradict each other.
     """
-    chosen = settings(options, expert)
+    chosen = adapter_settings(options, expert)
     linear = (name for name, layer in transformer.named_modules() if isinstance(layer, torch.nn.Linear))
     modules = select_modules(sorted(name for name in linear if module_name(name)), options, model, expert)
     require_linear(transformer, modules, chosen.kind, chosen.dora)
@@ -135,7 +135,7 @@ def replaced(parameters: Mapping[str, torch.Tensor], other: Mapping[str, torch.T
                 parameters[name].copy_(value)
 
 
-def _config(chosen: Settings, modules: list[str]) -> PeftConfig:
+def _config(chosen: AdapterSettings, modules: list[str]) -> PeftConfig:
     ranks, alphas = ({module: each[module] for module in modules if module in each}
                      for each in (chosen.ranks, chosen.alphas))  # fmt: skip
     common = {"r": chosen.rank, "rank_pattern": ranks, "alpha_pattern": alphas, "target_modules": modules}
@@ -148,7 +148,7 @@ def _config(chosen: Settings, modules: list[str]) -> PeftConfig:
     return LoKrConfig(**common, decompose_factor=chosen.factor, decompose_both=chosen.decompose_both)
 
 
-def _initialise(layer: BaseTunerLayer, module: str, chosen: Settings, seed: tuple[str | int, ...]) -> None:
+def _initialise(layer: BaseTunerLayer, module: str, chosen: AdapterSettings, seed: tuple[str | int, ...]) -> None:
     """Draw the factors of one layer, in float32 and on its device."""
     for part, parameter in parts_of(dict(layer.named_parameters(prefix=module)))[module].items():
         value = torch.zeros(parameter.shape)
@@ -159,7 +159,7 @@ def _initialise(layer: BaseTunerLayer, module: str, chosen: Settings, seed: tupl
     _set_magnitude(layer, chosen)
 
 
-def _set_magnitude(layer: BaseTunerLayer, chosen: Settings) -> None:
+def _set_magnitude(layer: BaseTunerLayer, chosen: AdapterSettings) -> None:
     """Let a DoRA's magnitudes be the norms of the rows as they are, so that they change nothing yet."""
     if chosen.dora:
         layer.lora_magnitude_vector[NAME].update_layer(
@@ -170,7 +170,7 @@ def _set_magnitude(layer: BaseTunerLayer, chosen: Settings) -> None:
         )
 
 
-def _start_from(layer: BaseTunerLayer, module: str, weight: AdapterWeight, chosen: Settings) -> None:
+def _start_from(layer: BaseTunerLayer, module: str, weight: AdapterWeight, chosen: AdapterSettings) -> None:
     """Copy one layer's adapter, scaled so that it begins with the same change of the weights."""
     own = parts_of(dict(layer.named_parameters(prefix=module)))[module]
     if chosen.kind == "lora":  # near what is drawn: hundreds in `down` would make of each step of `up` a leap

@@ -15,7 +15,7 @@ from statistics import mode
 
 from wangen import profiles
 from wangen.generator.adapter_parts import HADAMARD
-from wangen.generator.adapter_settings import Settings, compiled, settings_of_flags
+from wangen.generator.adapter_settings import AdapterSettings, compiled, settings_of_flags
 from wangen.generator.companions import sort_out
 from wangen.generator.errors import UsageError
 from wangen.generator.formats import Header, TensorInfo
@@ -41,7 +41,7 @@ NUM_NEAREST = 3
 _BLOCK = re.compile(r"^(transformer_)?blocks\.\d+\.")
 
 
-def settings(options: Train, expert: str = "") -> Settings:
+def adapter_settings(options: Train, expert: str = "") -> AdapterSettings:
     """What the flags say of the adapter.
 
     Args:
@@ -83,7 +83,7 @@ def linear_modules(weights: Mapping[str, TensorInfo]) -> list[str]:
     return sorted(module for module, info in weights.items() if len(info.shape) == 2)
 
 
-def factor_shapes(chosen: Settings, module: str, rows: int, columns: int) -> dict[str, tuple[int, ...]]:
+def factor_shapes(chosen: AdapterSettings, module: str, rows: int, columns: int) -> dict[str, tuple[int, ...]]:
     """The shapes of the factors that peft makes for a linear layer of (rows, columns), by the names in `FACTORS`."""
     rank = chosen.ranks.get(module, chosen.rank)
     if chosen.kind == "lora":
@@ -112,7 +112,7 @@ def select_modules(names: Iterable[str], options: Train, model: profiles.Model, 
         names: the linear layers of the transformer, by their names in diffusers.
         options: `--lora_targets` and the patterns.
         model: whose layers usually get one.
-        expert: as for `settings`.
+        expert: as for `adapter_settings`.
 
     Returns:
         In the order given, at least one.
@@ -120,7 +120,7 @@ def select_modules(names: Iterable[str], options: Train, model: profiles.Model, 
     Raises:
         UsageError: a pattern finds none of these layers, or together they leave none.
     """
-    chosen = settings(options, expert)
+    chosen = adapter_settings(options, expert)
     usual = re.compile(".*" if options.lora_targets == "all_linear" else model.lora_targets)
     preset = re.compile(PRESETS[options.lora_targets])
     listed = [name for name in names if usual.fullmatch(name) and preset.search(name)]
@@ -151,7 +151,7 @@ def _found_by(pattern: str, names: Sequence[str], flag: str) -> set[str]:
                      cure=f"the nearest are {', '.join(nearest)}")  # fmt: skip
 
 
-def same_factors(weight: AdapterWeight, chosen: Settings) -> str:
+def same_factors(weight: AdapterWeight, chosen: AdapterSettings) -> str:
     """The cure for an adapter of the right rank whose factors have other sizes than those that are trained."""
     if weight.kind == "loha":
         return "start from a LoHa whose two products have one rank, or merge it (--base_weights) and train a new one"
@@ -167,7 +167,7 @@ def _scales_of(start: Path, flag: str) -> dict[str, tuple[int, float]]:
     return read_scales(start, flag)
 
 
-def _with_ranks_of(found: Settings, start: Path, flag: str) -> Settings:
+def _with_ranks_of(found: AdapterSettings, start: Path, flag: str) -> AdapterSettings:
     """The settings with the ranks and alphas of an adapter's file."""
     scales = _scales_of(start, flag)
     if any(not rank for rank, _ in scales.values()):

@@ -27,7 +27,7 @@ from wangen.runtime.adapters import Adapter, AdapterWeight, is_dora, plain_lora,
 from wangen.runtime.lora import as_stored, cast, described, name_tensors, needs_description
 from wangen.runtime.safetensors_file import write_if_other
 from wangen.runtime.training.adapter import FIRST_FACTORS
-from wangen.runtime.training.adapter_config import merged, settings
+from wangen.runtime.training.adapter_config import adapter_settings, merged
 from wangen.runtime.weights.quantized import read_weight
 
 BaseWeight = Callable[[str], torch.Tensor]
@@ -42,7 +42,7 @@ def as_adapter(parameters: Mapping[str, torch.Tensor], options: Train, expert: s
         options: the flags it was trained with.
         expert: as for `add_adapter`.
     """
-    chosen = settings(options, expert)
+    chosen = adapter_settings(options, expert)
     adapter: Adapter = {}
     for module, parts in parts_of(parameters).items():
         held = {part: tensor.detach().float().cpu() for part, tensor in parts.items()}

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from wangen import profiles
 from wangen.generator.adapter_parts import WORDS
-from wangen.generator.adapter_settings import Settings
+from wangen.generator.adapter_settings import AdapterSettings
 from wangen.generator.errors import UsageError, many, some
 from wangen.generator.formats import TensorInfo
 from wangen.generator.kinds import expect
@@ -16,13 +16,13 @@ from wangen.generator.steps import Train
 from wangen.runtime.adapters import Adapter, AdapterWeight, is_dora, read_adapter, without_numbers
 from wangen.runtime.training.adapter_config import (
     PRESETS,
+    adapter_settings,
     changeable_weights,
     factor_shapes,
     linear_modules,
     merged,
     same_factors,
     select_modules,
-    settings,
     start_flag,
 )
 from wangen.runtime.training.timesteps import HIGH, LOW
@@ -53,7 +53,7 @@ def require_adapter(options: Train, model: profiles.Model) -> None:
             _refuse_stored_in_few_bits(weights, dit)
             continue
         modules = select_modules(linear_modules(weights), options, model, expert)
-        chosen, sizes = settings(options, expert), {module: weights[module].shape for module in modules}
+        chosen, sizes = adapter_settings(options, expert), {module: weights[module].shape for module in modules}
         if not options.dim_from_weights:
             _refuse_more_than_whole(chosen, sizes.values())
         if chosen.start:
@@ -99,7 +99,7 @@ def _refuse_merged_doras(options: Train, bases: Sequence[_File]) -> None:
             continue
         if multiplier != 1:
             raise base.refused(f"a DoRA at strength {multiplier:g}", "give it the strength 1: it scales whole weights")
-        adapted = options.train_mode == "lora" and settings(replace(options, dim_from_weights=False)).dora
+        adapted = options.train_mode == "lora" and adapter_settings(replace(options, dim_from_weights=False)).dora
         if options.quantize not in (None, "none") or adapted:
             raise base.refused("a DoRA scales whole weights, and neither goes under another nor into a quantised base",
                                "give a plain LoRA to --base_weights")  # fmt: skip
@@ -124,7 +124,7 @@ def _refuse_stored_in_few_bits(weights: Mapping[str, TensorInfo], dit: Path) -> 
                              where=str(dit), cure=f"{_WIDER}, or train a LoRA")  # fmt: skip
 
 
-def _refuse_more_than_whole(chosen: Settings, shapes: Collection[Sequence[int]]) -> None:
+def _refuse_more_than_whole(chosen: AdapterSettings, shapes: Collection[Sequence[int]]) -> None:
     """A LoRA's rank is no larger than that of the largest change it could be: a typing error, and much memory."""
     most = max(map(min, shapes))
     if chosen.kind == "lora" and chosen.rank > most:
@@ -132,7 +132,7 @@ def _refuse_more_than_whole(chosen: Settings, shapes: Collection[Sequence[int]])
                          cure=f"give 8 to 128, or {most} at most")  # fmt: skip
 
 
-def _require_start(start: _File, chosen: Settings, sizes: Mapping[str, Sequence[int]], flag: str) -> None:
+def _require_start(start: _File, chosen: AdapterSettings, sizes: Mapping[str, Sequence[int]], flag: str) -> None:
     """An adapter to start from is of the kind and the sizes that are trained, in `sizes` by module."""
     fitting = {module: weight for module, weight in start.adapter.items() if module in sizes}
     if not fitting:

@@ -13,7 +13,7 @@ from wangen.generator.run_names import sample_name
 from wangen.runtime.continuations import (
     Clip,
     Continuations,
-    Judged,
+    Measured,
     Reference,
     make_clips,
     quality_of,
@@ -26,7 +26,7 @@ from wangen.runtime.sampling.videos import Decoder
 from wangen.runtime.training.plan import Plan
 from wangen.runtime.training.ranks import Ranks
 from wangen.runtime.training.run import Run
-from wangen.runtime.training.sampling import list_samples, own_check, sampled, settings_of
+from wangen.runtime.training.sampling import list_samples, own_check, sample_settings, sampled
 
 if TYPE_CHECKING:
     import numpy as np
@@ -95,7 +95,7 @@ class Continuing:
     ) -> Continuations | None:
         """Decode, write and measure what was made, by the numbers of the clips; the VAE is in memory only here."""
         decoder = Decoder(run.kind, Encoders.of(run.plan.options), run.device, _CURE)
-        judged = []
+        measured = []
         for number, part in latents.items():
             clip = self.clips[number - 1]
             try:
@@ -107,11 +107,11 @@ class Continuing:
                 log.warning("  continuation %d is left out: %s", number, in_line(error))
                 continue
             model = quality_of(clip.source, frames, clip.given_frames)
-            judged.append(Judged(number, clip.name, clip.given_frames, model, reference.vae, reference.copy))
+            measured.append(Measured(number, clip.name, clip.given_frames, model, reference.vae, reference.copy))
         del decoder
         if run.device.type == "cuda":
             torch.cuda.empty_cache()
-        return Continuations(judged) if judged else None
+        return Continuations(measured) if measured else None
 
 
 def _write(run: Run, number: int, clip: Clip, shown: "Frames") -> None:
@@ -119,7 +119,7 @@ def _write(run: Run, number: int, clip: Clip, shown: "Frames") -> None:
     path = folder / sample_name(run.plan.name, run.step, number, "mp4", continued=True)
     told = {"continues": clip.name, "given_frames": clip.given_frames, "shows": SHOWN,
             "guided_by_frames": clip.scene.prompt.guided and clip.scene.given.guides}  # fmt: skip
-    settings = {**settings_of(run, clip.scene.prompt), **told}
+    settings = {**sample_settings(run, clip.scene.prompt), **told}
     del settings["comfyui"]  # whose nodes take no given frames
     write_frames(path, shown, clip.scene.prompt.fps, {KEY: json.dumps(settings, sort_keys=True)})
     list_samples(folder, {path.name: settings})

@@ -26,12 +26,12 @@ def trainable_parameters(transformer: WanTransformer3DModel) -> dict[str, torch.
     Raises:
         WangenError: its weights are quantised.
     """
-    require_trainable(transformer)
+    require_unquantised(transformer)
     make_masters(transformer.parameters())
     return dict(sorted(transformer.named_parameters()))
 
 
-def require_trainable(transformer: WanTransformer3DModel) -> None:
+def require_unquantised(transformer: WanTransformer3DModel) -> None:
     """Refuse weights that are no numbers of their own.
 
     Raises:

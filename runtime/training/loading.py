@@ -30,11 +30,11 @@ from wangen.runtime.models import Family
 from wangen.runtime.models.compute import Compute
 from wangen.runtime.training.adapter import NAME, add_adapter, merge_base_weights
 from wangen.runtime.training.adapter_config import (
+    adapter_settings,
     changeable_weights,
     factor_shapes,
     linear_modules,
     select_modules,
-    settings,
 )
 from wangen.runtime.training.checkpoint import ExpertState
 from wangen.runtime.training.ema import Ema
@@ -96,7 +96,7 @@ def load_trainee(
     else:
         parameters = add_adapter(transformer, options, plan.model, expert.name)
     # What drops out does so in this mode only; peft's LoHa and LoKr draw from global state in it, asked or not.
-    transformer.train(options.train_mode == "lora" and settings(options, expert.name).draws)
+    transformer.train(options.train_mode == "lora" and adapter_settings(options, expert.name).draws)
     compute, parked = compute_of(options), options.offload_inactive_dit and len(plan.experts) > 1
     if parked and not compute.plain:
         lay_resident_groups(transformer, swapped, compute.free_blocks)
@@ -180,7 +180,7 @@ def _pairs(
     """For `--scale_weight_norms` each module's two factors and what their product is scaled by."""
     if not options.scale_weight_norms:
         return []
-    chosen = settings(options, expert.name)
+    chosen = adapter_settings(options, expert.name)
     down, up = f".lora_A.{NAME}.weight", f".lora_B.{NAME}.weight"
     modules = [name.removesuffix(down) for name in parameters if name.endswith(down)]
     return [(parameters[name + down], parameters[name + up], chosen.scale(name)) for name in modules]
@@ -261,7 +261,7 @@ def _num_trained(plan: Plan, expert: ExpertPlan) -> int:
     options, header = plan.options, headers.read_header(expert.dit, expert.flag)
     if options.train_mode == "full":
         return sum(math.prod(info.shape) for info in sort_out(header).weights.values())
-    chosen, weights = settings(options, expert.name), changeable_weights(header)
+    chosen, weights = adapter_settings(options, expert.name), changeable_weights(header)
     modules = select_modules(linear_modules(weights), options, plan.model, expert.name)
     count = sum(weights[module].shape[0] for module in modules) if chosen.dora else 0
     shapes = (factor_shapes(chosen, module, *weights[module].shape).values() for module in modules)

@@ -111,7 +111,7 @@ def _look_and_save(training: Run, watching: Watching, saving: Saving, *, due: bo
 
     def before_samples() -> None:
         if training.plan.options.train_mode == "lora":  # else it is as large as the model
-            saving.save_state(owes=True)
+            saving.save_state_alone(owes=True)
             training.saved_step = -1  # it has not what will be seen
 
     with watching.paused():

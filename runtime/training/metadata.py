@@ -24,7 +24,7 @@ from wangen.generator.headers import WEIGHTS_FORMAT
 from wangen.generator.steps import Train
 from wangen.generator.train_refusals import sets_its_rate
 from wangen.runtime.trained_on import HELD_OUT
-from wangen.runtime.training.adapter_config import settings
+from wangen.runtime.training.adapter_config import adapter_settings
 from wangen.runtime.training.plan import Plan
 from wangen.runtime.training.timesteps import trained_range
 
@@ -108,7 +108,7 @@ def _network(options: Train, expert: str) -> dict[str, str]:
     """What is trained."""
     if options.train_mode == "full":
         return {TRAIN_MODE: "full"}
-    chosen, architecture = settings(options, expert), profiles.model(options.task).architecture
+    chosen, architecture = adapter_settings(options, expert), profiles.model(options.task).architecture
     arguments = {"use_rslora": chosen.rslora, "use_dora": chosen.dora, "factor": chosen.factor,
                  "decompose_both": chosen.decompose_both, "rank_dropout": chosen.rank_dropout,
                  "module_dropout": chosen.module_dropout}  # fmt: skip

@@ -11,7 +11,7 @@ import torch
 
 from wangen.generator.errors import WangenError
 from wangen.generator.headers import num_blocks, read_header
-from wangen.generator.memory import GIB, memory_plan, packs, settings_of
+from wangen.generator.memory import GIB, memory_plan, memory_settings, packs
 from wangen.generator.memory_changes import cheapest_changes, shared_out
 from wangen.generator.session import with_flag
 from wangen.generator.steps import Train
@@ -122,7 +122,7 @@ def _changes(plan: Plan, together: int, alone: int, device: torch.device, fixed:
 
     def needed(options: Train) -> int:
         tokens = together if packs(options) else alone
-        return memory_plan(model, settings_of(options, plan.shards), tokens=tokens).device
+        return memory_plan(model, memory_settings(options, plan.shards), tokens=tokens).device
 
     available = torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else None
     return cheapest_changes(shared_out(plan.options, plan.shards), model, needed, available, fixed)

@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 from wangen.generator.errors import UsageError
 from wangen.generator.launch import Launch
-from wangen.generator.memory import GIB, memory_plan, settings_of
+from wangen.generator.memory import GIB, memory_plan, memory_settings
 from wangen.generator.steps import Train
 from wangen.runtime.devices import free_bytes
 from wangen.runtime.training.optimizer_class import optimizer_class
@@ -76,7 +76,7 @@ def chosen_way(plan: Plan, ranks: Ranks, device: torch.device) -> Way:
     if len(known) < ranks.count or _trains_whole_matrices(options) or options.plain or options.blocks_to_swap:
         return "ddp"
     tokens = plan.tokens_of_a_pass(ranks.count)
-    needed, free = memory_plan(plan.model, settings_of(options), tokens=tokens).device, min(known)
+    needed, free = memory_plan(plan.model, memory_settings(options), tokens=tokens).device, min(known)
     whole = f"a whole copy takes about {needed / GIB:.1f} GiB and {free / GIB:.1f} are free on every card"
     if needed <= free:
         log.info("  --parallel auto: ddp, for %s", whole)

@@ -46,7 +46,7 @@ _SHAPES = {"train_mode", "network_module", "network_dim", "dora", "lokr_factor",
            "exclude_patterns", "dim_from_weights"}  # fmt: skip
 """Settings that make other weights to train, into which those of a state do not fit."""
 _SHAPES_OF_ARGUMENTS = ("dora", "factor", "decompose_both", "include", "exclude", "spared")
-"""What of `adapter_settings.Settings` does so, and may stand in `--network_args`."""
+"""What of `AdapterSettings` does so, and may stand in `--network_args`."""
 _BASE = ("dit", "base_weights", "quantize", "mixed_precision")
 """Settings that make another model of the base, by how their names begin."""
 

@@ -99,7 +99,7 @@ def make_samples(run: Run, scenes: Sequence[Scene], *, check: Callable[[], None]
     latents = sampled(run, scenes, check, what="sample", cure=_CURE)
     if not run.ranks.is_first:  # they went along, since the weights are in parts
         return []
-    settings = {number: settings_of(run, scenes[number - 1].prompt) for number in latents}
+    settings = {number: sample_settings(run, scenes[number - 1].prompt) for number in latents}
     written = _decoded(run, latents, settings, own_check(run, check))
     list_samples(run.plan.options.output_dir / SAMPLES, {path.name: settings[n] for n, path in written.items()})
     return list(written.values())
@@ -199,7 +199,7 @@ def _decoded(
     return written
 
 
-def settings_of(run: Run, prompt: SamplePrompt) -> dict[str, Any]:
+def sample_settings(run: Run, prompt: SamplePrompt) -> dict[str, Any]:
     """All that decides a sample, in our words and in ComfyUI's."""
     shift = run.plan.model.shift
     scheduler = flow_scheduler(prompt.sampler, prompt.shift, shift.terminal if shift else None)

@@ -96,11 +96,11 @@ class Saving:
             done = True
         finally:
             if done or not run.is_sharded:
-                self.save_state(owes=not done)
+                self.save_state_alone(owes=not done)
         self._saved_at = time.monotonic()
         self._seconds = self._saved_at - began
 
-    def save_state(self, *, owes: bool) -> None:
+    def save_state_alone(self, *, owes: bool) -> None:
         """Save the state alone; where it owes the LoRAs that are due, a start from it writes them first."""
         due = bool(self._suffixes())
         if owes and due:

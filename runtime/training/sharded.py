@@ -25,7 +25,7 @@ from wangen.runtime.memory.blocks import in_a_block
 from wangen.runtime.memory.sharded import ShardedBlocks
 from wangen.runtime.models import VelocityModel
 from wangen.runtime.models.inputs import Inputs
-from wangen.runtime.training.full import make_masters, require_trainable
+from wangen.runtime.training.full import make_masters, require_unquantised
 
 
 class ShardedWeights(ShardedBlocks):
@@ -60,7 +60,7 @@ class ShardedWeights(ShardedBlocks):
         Raises:
             WangenError: its weights are quantised.
         """
-        require_trainable(transformer)
+        require_unquantised(transformer)
         self._mesh, self._dtype, self.transformer = mesh, dtype, transformer
         super().__init__(transformer, mesh, device, communication)
         found = dict(sorted(transformer.named_parameters()))

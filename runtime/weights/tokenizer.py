@@ -11,7 +11,7 @@ from pathlib import Path
 from tokenizers import Tokenizer
 
 from wangen.generator.errors import WangenError, many
-from wangen.generator.files import named
+from wangen.generator.files import naming
 from wangen.generator.tokenizer_file import carried_tokenizer, find_tokenizer
 from wangen.runtime.prompts import clean_prompt
 
@@ -63,7 +63,7 @@ def token_ids(tokenizer: Tokenizer, prompts: Sequence[str]) -> list[list[int]]:
 
 def _tokenizer_from_json(file: Path) -> Tokenizer:
     # The library raises a bare Exception for a file it cannot parse, so what it must hold is checked before.
-    with named(file):
+    with naming(file):
         text = file.read_text("utf-8", errors="replace")
     try:
         model = json.loads(text)["model"]
