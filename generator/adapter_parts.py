@@ -11,7 +11,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
 from wangen.generator.errors import many
 from wangen.generator.formats import WHOLE, TensorInfo
-from wangen.generator.lora_keys import AdapterKind, foreign, parse_adapter_key
+from wangen.generator.lora_keys import AdapterKey, AdapterKind, foreign, parse_adapter_key, parse_lora_key
 
 WORDS: dict[AdapterKind, str] = {"lora": "LoRA", "loha": "LoHa", "lokr": "LoKr"}
 HADAMARD = ("hada_w1_a", "hada_w1_b", "hada_w2_a", "hada_w2_b")
@@ -23,6 +23,8 @@ INNER: dict[AdapterKind, tuple[str, ...]] = {"lora": ("down",), "loha": ("hada_w
 """The parts whose first size is the rank and whose second the inputs, where they are there."""
 MAGNITUDES = ("magnitude", "dora_scale")
 
+PLAIN_LORA = "a plain LoRA (down and up matrices) of a Wan or Qwen-Image transformer"
+
 Parts = Mapping[str, TensorInfo]
 
 
@@ -33,6 +35,28 @@ def adapter_modules(tensors: Mapping[str, TensorInfo]) -> dict[str, dict[str, Te
         if parsed := parse_adapter_key(key):
             modules.setdefault(parsed.module, {})[parsed.part] = info
     return modules
+
+
+def unfit_lora(tensors: Mapping[str, TensorInfo]) -> str:
+    """Why a file is no plain LoRA of a Wan transformer, in words; empty when it is one.
+
+    Half a LoRA is worse than none: one key that is not understood is enough.
+    """
+    if words := not_understood(tensors, parse_lora_key):
+        return words
+    keys: dict[AdapterKey | None, str] = {}
+    for key in tensors:
+        if (first := keys.setdefault(parsed := parse_lora_key(key), key)) != key and parsed:
+            return f"two keys of this LoRA are the {parsed.part} of {parsed.module}: {first} and {key}"
+    for module, parts in adapter_modules(tensors).items():
+        if not {"down", "up"} <= parts.keys():
+            return f"{module} has only {' and '.join(sorted(parts))} in this LoRA"
+        down, up = parts["down"].shape, parts["up"].shape
+        if not are_factors(down, up):
+            return f"the matrices of {module} do not fit each other: {down} and {up}"
+        if words := of_whole_numbers(parts.items()):
+            return f"{module}: {words}"
+    return ""
 
 
 def unfit_adapter(tensors: Mapping[str, TensorInfo]) -> str:

@@ -18,7 +18,6 @@ from collections.abc import Iterable
 from typing import Literal, NamedTuple
 
 Layout = Literal["comfyui", "kohya", "diffusers", "peft"]
-Part = Literal["down", "up", "alpha"]
 AdapterKind = Literal["lora", "loha", "lokr"]
 
 KOHYA_PREFIX = "lora_unet_"
@@ -91,37 +90,6 @@ QWEN_BLOCK_MODULES = (
 """The linear layers of a block of Qwen-Image, of which the names of all worlds are the same."""
 
 
-class LoraKey(NamedTuple):
-    """What one key of a LoRA file stands for.
-
-    Attributes:
-        module: the module's name in diffusers (`blocks.0.attn1.to_q`).
-        part: which of its tensors.
-    """
-
-    module: str
-    part: Part
-
-
-def parse_key(key: str) -> LoraKey | None:
-    """The module and part that a key of any layout names; None for a key of something else.
-
-    >>> parse_key("lora_unet_blocks_3_cross_attn_k_img.lora_up.weight")
-    LoraKey(module='blocks.3.attn2.add_k_proj', part='up')
-    >>> parse_key("diffusion_model.blocks.0.ffn.2.lora_A.weight")
-    LoraKey(module='blocks.0.ffn.net.2', part='down')
-    >>> parse_key("diffusion_model.blocks.0.norm3.diff") is None
-    True
-    """
-    match = KEY.fullmatch(key)
-    if match is None:
-        return None
-    module = _module_of_stem(match["stem"])
-    if module is None:
-        return None
-    return LoraKey(module, "alpha" if match["alpha"] else SIDES[match["side"]])
-
-
 class AdapterKey(NamedTuple):
     """What one key of an adapter's file stands for, of any kind that is trained here.
 
@@ -135,6 +103,25 @@ class AdapterKey(NamedTuple):
     part: str
 
 
+def parse_lora_key(key: str) -> AdapterKey | None:
+    """The module and part that a key of a plain LoRA names; None for a key of something else.
+
+    >>> parse_lora_key("lora_unet_blocks_3_cross_attn_k_img.lora_up.weight")
+    AdapterKey(module='blocks.3.attn2.add_k_proj', part='up')
+    >>> parse_lora_key("diffusion_model.blocks.0.ffn.2.lora_A.weight")
+    AdapterKey(module='blocks.0.ffn.net.2', part='down')
+    >>> parse_lora_key("diffusion_model.blocks.0.norm3.diff") is None
+    True
+    """
+    match = KEY.fullmatch(key)
+    if match is None:
+        return None
+    module = _module_of_stem(match["stem"])
+    if module is None:
+        return None
+    return AdapterKey(module, "alpha" if match["alpha"] else SIDES[match["side"]])
+
+
 def parse_adapter_key(key: str) -> AdapterKey | None:
     """The module and part that a key of a LoRA, DoRA, LoHa or LoKr names; None for a key of something else.
 
@@ -143,8 +130,8 @@ def parse_adapter_key(key: str) -> AdapterKey | None:
     >>> parse_adapter_key("base_model.model.blocks.0.attn1.to_q.lora_magnitude_vector.weight").part
     'magnitude'
     """
-    if plain := parse_key(key):
-        return AdapterKey(plain.module, plain.part)
+    if plain := parse_lora_key(key):
+        return plain
     match = ADAPTER_KEY.fullmatch(key)
     module = _module_of_stem(match["stem"]) if match else None
     if match is None or module is None:
@@ -169,7 +156,7 @@ def adapter_key(layout: Layout, module: str, part: str, *, qwen: bool = False) -
 
 
 def foreign(key: str) -> str:
-    """What a key that `parse_key` does not know makes of its file, in words; empty when that is not known either.
+    """What a key that `parse_lora_key` does not know makes of its file, in words; empty when that is not known either.
 
     >>> foreign("lora_unet_blocks_0_self_attn_q.hada_w1_a")
     'a LoHa'
@@ -312,7 +299,7 @@ ADAPTER_KEY = re.compile(
 PART_ENDS = {"magnitude": "lora_magnitude_vector.weight"}
 BLOCK = re.compile(r"blocks\.(?P<number>\d{1,4})\.(?P<rest>.+)")
 QWEN_BLOCK = re.compile(r"transformer_blocks\.(?P<number>\d{1,4})\.(?P<rest>.+)")
-SIDES: dict[str, Part] = {"A": "down", "down": "down", "B": "up", "up": "up"}
+SIDES = {"A": "down", "down": "down", "B": "up", "up": "up"}
 ORIGINAL_BLOCK_MODULES = {new: original for original, new in BLOCK_MODULES.items()}
 _OUTER_OF_ALL = OUTER_MODULES | {name: name for name in QWEN_OUTER_MODULES}
 ORIGINAL_OUTER_MODULES = {new: original for original, new in _OUTER_OF_ALL.items()}

@@ -11,12 +11,12 @@ from pathlib import Path
 
 import torch
 
-from wangen.generator import adapter_parts
 from wangen.generator.adapter_parts import (
     FACTORS,
     INNER,
     MAGNITUDES,
     Parts,
+    adapter_modules,
     is_dora_of_parts,
     kind_of_parts,
     rank_of,
@@ -154,27 +154,14 @@ def _read_header(path: Path, flag: str) -> tuple[Path, Header, dict[str, dict[st
     """The file of an adapter, its header, its tensors by module and part, and the alphas beside them."""
     file = lora_file(path)
     header = expect(file, ("lora", "lora-other"), flag)
-    modules = adapter_modules(header, file)
-    kind = kind_of_parts(next(iter(modules.values())))
-    dora = any(map(is_dora_of_parts, modules.values()))
-    return file, header, modules, read_alphas(file, header.metadata, modules, kind=kind, dora=dora)
-
-
-def adapter_modules(header: Header, file: Path) -> dict[str, dict[str, TensorInfo]]:
-    """The tensors of an adapter by module and part, from its header alone.
-
-    Args:
-        header: of the file.
-        file: for messages.
-
-    Raises:
-        WangenError: a key that is not understood, two keys for one part, kinds mixed, a factor missing.
-    """
     if problem := unfit_adapter(header.tensors):
         raise WangenError(
             problem, where=str(file), cure="give a LoRA, DoRA, LoHa or LoKr of a Wan or Qwen-Image transformer"
         )
-    return adapter_parts.adapter_modules(header.tensors)
+    modules = adapter_modules(header.tensors)
+    kind = kind_of_parts(next(iter(modules.values())))
+    dora = any(map(is_dora_of_parts, modules.values()))
+    return file, header, modules, read_alphas(file, header.metadata, modules, kind=kind, dora=dora)
 
 
 def plain_lora(adapter: Mapping[str, AdapterWeight]) -> Lora | None:

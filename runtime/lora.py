@@ -13,6 +13,7 @@ from typing import Any, Protocol
 
 import torch
 
+from wangen.generator.adapter_parts import PLAIN_LORA, Parts, adapter_modules, unfit_lora
 from wangen.generator.errors import WangenError
 from wangen.generator.formats import DOWNLOAD_AGAIN, TensorInfo
 from wangen.generator.kinds import expect
@@ -24,8 +25,7 @@ from wangen.generator.lora_config import (
     lora_file,
     read_alphas,
 )
-from wangen.generator.lora_keys import Layout, Part, is_of_qwen, module_names
-from wangen.generator.models.adapters import PLAIN, modules_of, unfit
+from wangen.generator.lora_keys import Layout, is_of_qwen, module_names
 from wangen.runtime.libraries import BaseTunerLayer
 from wangen.runtime.weights.reading import read_tensor
 
@@ -79,9 +79,9 @@ def read_lora(path: Path) -> Lora:
     """
     file = lora_file(path)
     header = expect(file, "lora", "--lora_weight")
-    if problem := unfit(header.tensors):
-        raise WangenError(problem, where=str(file), cure=f"give {PLAIN}")
-    modules = modules_of(header.tensors)
+    if problem := unfit_lora(header.tensors):
+        raise WangenError(problem, where=str(file), cure=f"give {PLAIN_LORA}")
+    modules = adapter_modules(header.tensors)
     alphas = read_alphas(file, header.metadata, modules)
     lora = {module: _weight(file, module, modules[module], alphas) for module in sorted(modules)}
     for module, weight in lora.items():  # after all are read: in between, it would scatter them over the memory
@@ -240,7 +240,7 @@ def adapter_layers(transformer: torch.nn.Module) -> dict[str, BaseTunerLayer]:
     return {name: layer for name, layer in transformer.named_modules() if isinstance(layer, BaseTunerLayer)}
 
 
-def _weight(path: Path, module: str, parts: Mapping[Part, TensorInfo], alphas: Alphas) -> LoraWeight:
+def _weight(path: Path, module: str, parts: Parts, alphas: Alphas) -> LoraWeight:
     down, up = read_tensor(parts["down"]), read_tensor(parts["up"])
     return LoraWeight(down, up, read_alpha(path, module, parts.get("alpha"), alphas, down.shape[0]))
 

@@ -14,25 +14,18 @@ from wangen import profiles
 from wangen.generator.adapter_parts import (
     WORDS,
     adapter_modules,
-    are_factors,
     in_features_of,
     is_dora_of_parts,
     kind_of_parts,
-    not_understood,
-    of_whole_numbers,
     rank_of,
     unfit_adapter,
+    unfit_lora,
 )
 from wangen.generator.errors import many
 from wangen.generator.formats import Header, TensorInfo
 from wangen.generator.formats.raw import read_scalar
 from wangen.generator.lora_config import Alphas, read_alphas
-from wangen.generator.lora_keys import LoraKey, Part, layout_of, parse_key
-
-Modules = dict[str, dict[Part, TensorInfo]]
-"""The tensors of a LoRA by module, as diffusers calls it, and part."""
-
-PLAIN = "a plain LoRA (down and up matrices) of a Wan or Qwen-Image transformer"
+from wangen.generator.lora_keys import layout_of
 
 _BLOCK = re.compile(r"(?P<list>(?:transformer_)?blocks)\.(?P<number>\d+)\.")
 _QUERY = re.compile(r"blocks\.\d+\.attn[12]\.to_q|transformer_blocks\.\d+\.attn\.to_q")
@@ -66,7 +59,7 @@ class AdapterFacts:
         dim: width of the transformer it belongs to; 0 when the query layers are not among its modules.
         has_image_branch: it changes the layers for the CLIP features, which only Wan 2.1 I2V and FLF2V have.
         fits: the model profiles whose transformer has these sizes; none of a file that is refused.
-        unfit: why the file is refused, as `unfit` says it; empty for a LoRA that can be used.
+        unfit: why the file is refused, as `unfit_lora` and `unfit_adapter` say it; empty for a LoRA that can be used.
     """
 
     kind: str
@@ -117,37 +110,6 @@ class AdapterFacts:
         }
 
 
-def modules_of(tensors: Mapping[str, TensorInfo]) -> Modules:
-    """The tensors of a LoRA, of any layout, by module and part; keys of something else are left out."""
-    modules: Modules = {}
-    for key, info in tensors.items():
-        if parsed := parse_key(key):
-            modules.setdefault(parsed.module, {})[parsed.part] = info
-    return modules
-
-
-def unfit(tensors: Mapping[str, TensorInfo]) -> str:
-    """Why a file is no plain LoRA of a Wan transformer, in words; empty when it is one.
-
-    Half a LoRA is worse than none: one key that is not understood is enough.
-    """
-    if words := not_understood(tensors, parse_key):
-        return words
-    keys: dict[LoraKey | None, str] = {}
-    for key in tensors:
-        if (first := keys.setdefault(parsed := parse_key(key), key)) != key and parsed:
-            return f"two keys of this LoRA are the {parsed.part} of {parsed.module}: {first} and {key}"
-    for module, parts in modules_of(tensors).items():
-        if not {"down", "up"} <= parts.keys():
-            return f"{module} has only {' and '.join(sorted(parts))} in this LoRA"
-        down, up = parts["down"].shape, parts["up"].shape
-        if not are_factors(down, up):
-            return f"the matrices of {module} do not fit each other: {down} and {up}"
-        if words := of_whole_numbers(parts.items()):
-            return f"{module}: {words}"
-    return ""
-
-
 def describe_lora(file: Path, header: Header) -> AdapterFacts:
     """The facts of an adapter.
 
@@ -162,7 +124,7 @@ def describe_lora(file: Path, header: Header) -> AdapterFacts:
     parts = next(iter(modules.values()), {})
     kind, dora = kind_of_parts(parts), is_dora_of_parts(parts)
     plain = kind == "lora" and not dora
-    problem = (unfit if plain else unfit_adapter)(header.tensors)
+    problem = (unfit_lora if plain else unfit_adapter)(header.tensors)
     # What a configuration says of another adapter is not needed to describe the file.
     alphas = Alphas() if problem else read_alphas(file, header.metadata, modules, kind=kind, dora=dora)
     widths = {width for name, parts in modules.items() if _QUERY.fullmatch(name) and (width := in_features_of(parts))}
