@@ -11,7 +11,7 @@ from wangen.generator.experts import ORDER, choose_boundary
 from wangen.generator.generate_step import SMOKE_SAMPLING_STEPS
 from wangen.generator.run_folder import VIDEOS
 from wangen.generator.steps import Evaluate, Generate
-from wangen.generator.toml_values import color
+from wangen.generator.toml_values import color, is_clip_length
 from wangen.generator.train_refusals import MAX_VALIDATION_TIMESTEPS, choose_condition_frames, require_seed
 from wangen.profiles import Model
 
@@ -113,7 +113,7 @@ def _refuse_numbers(options: Generate, model: Model) -> None:
         raise UsageError(f"--video_size {height} {width}: both must be multiples of {step}",
                          cure=f"use {near[0]} {near[1]}")  # fmt: skip
     frames = options.video_length
-    if frames is not None and (frames < 1 or frames % 4 != 1):
+    if frames is not None and not is_clip_length(frames):
         raise UsageError(
             f"--video_length {frames}: must be 4n+1", cure=f"use {max(1, round((frames - 1) / 4) * 4 + 1)}"
         )

@@ -8,6 +8,9 @@ from wangen.generator.errors import UsageError
 MOST = 1_000_000
 """Of repeats, frames, pixels and what else is counted: an epoch has a number for each of its samples."""
 
+FRAMES_PER_LATENT = 4
+"""Of every model's VAE, behind the first frame, which has a latent frame of its own."""
+
 WHITE = "#ffffff"
 FrameExtraction = Literal["head", "chunk", "slide", "uniform", "full"]
 EXTRACTIONS: tuple[str, ...] = get_args(FrameExtraction)
@@ -85,13 +88,18 @@ def sizes(key: str, raw: Any, where: str) -> tuple[int, int]:
     return width, height
 
 
+def is_clip_length(frames: int) -> bool:
+    """Whether a clip can have so many frames: 4n+1, as each latent frame but the first stands for four."""
+    return frames > 0 and frames % FRAMES_PER_LATENT == 1
+
+
 def longest_clip(frames: int) -> int:
-    """The longest clip that can be taken of so many frames: 4n+1.
+    """The longest clip that can be taken of so many frames.
 
     >>> longest_clip(84), longest_clip(0)
     (81, 1)
     """
-    return max(1, (frames - 1) // 4 * 4 + 1)
+    return max(1, (frames - 1) // FRAMES_PER_LATENT * FRAMES_PER_LATENT + 1)
 
 
 def frames(key: str, raw: Any, where: str) -> tuple[int, ...]:
@@ -104,8 +112,9 @@ def frames(key: str, raw: Any, where: str) -> tuple[int, ...]:
     found = sorted({whole_number(key, number, where) for number in numbers})
     if not found:
         raise UsageError(f"{key} is an empty list", where=where, cure=f"for example {key} = [81]")
-    wrong = [number for number in found if number % 4 != 1]
+    wrong = [number for number in found if not is_clip_length(number)]
     if wrong:
+        shorter = longest_clip(wrong[0])
         raise UsageError(f"{key} must be 4n+1 (1, 5, … 81), got {wrong[0]}", where=where,
-                         cure=f"write {longest_clip(wrong[0])} or {longest_clip(wrong[0]) + 4}")  # fmt: skip
+                         cure=f"write {shorter} or {shorter + FRAMES_PER_LATENT}")  # fmt: skip
     return tuple(found)

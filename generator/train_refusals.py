@@ -14,6 +14,7 @@ from wangen.generator.launch import asks_for_several
 from wangen.generator.sample_prompts import MAX_SEED
 from wangen.generator.steps import Train
 from wangen.generator.table import options as flags_of
+from wangen.generator.toml_values import is_clip_length
 from wangen.generator.train_values import FOR_ADAPTERS, optimizer_arguments, steps_of
 
 _FLOAT32_MAX = 3.4e38
@@ -244,7 +245,7 @@ def choose_condition_frames(given: int | None, model: profiles.Model) -> int:
                              cure="leave it out; an I2V model has its first frame from the cache")  # fmt: skip
         return 0
     frames = 1 if given is None else given
-    if frames < 0 or (frames and frames % 4 != 1):
+    if frames and not is_clip_length(frames):
         raise UsageError(f"--condition_frames {frames}: must be 4n+1, or 0 for none", cure="1 gives the first frame")
     return frames
 

@@ -18,7 +18,7 @@ from wangen.generator.geometry import TOO_SHORT, area_size, bucket_of, clip_fram
 from wangen.generator.items import misfits, read_items
 from wangen.generator.step_parts import SMOKE_ITEMS
 from wangen.generator.steps import CacheStep, CheckCache, Train
-from wangen.generator.toml_values import WHITE
+from wangen.generator.toml_values import FRAMES_PER_LATENT, WHITE
 from wangen.generator.tomls import DatasetEntry, read_dataset
 from wangen.profiles import Model, Prompt
 from wangen.runtime.cache.recipes import digest
@@ -64,7 +64,7 @@ class Sample:
     fps: int
     controls: tuple[Source, ...] = ()
     mask: Source | None = None
-    stride_frames: int = 4
+    stride_frames: int = FRAMES_PER_LATENT
     stride_px: int = 8
     prompt: Prompt | None = None
 

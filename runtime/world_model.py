@@ -15,6 +15,7 @@ from wangen.generator.excerpts import Excerpt
 from wangen.generator.files import write_text
 from wangen.generator.prepare_steps import WorldModel
 from wangen.generator.session import Report
+from wangen.generator.toml_values import is_clip_length
 from wangen.runtime.raw_world_model import RawData, Shard, read_raw_data, require_readers, segments_of
 from wangen.runtime.sources import relative_names
 
@@ -95,7 +96,7 @@ def read_cutting(options: WorldModel) -> Cutting:
     for name, number in (("frames", frames), ("temporal_downsample", step), ("stride", options.stride)):
         if number is not None and number < 1:
             raise UsageError(f"--{name} must be at least 1, got {number}")
-    if frames % 4 != 1:
+    if not is_clip_length(frames):
         raise UsageError(f"--frames must be 4n+1, got {frames}", cure=f"--frames {frames // 4 * 4 + 1}")
     return Cutting(frames, step, options.stride or (frames - 1) * step + 1)
 

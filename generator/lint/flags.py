@@ -6,7 +6,7 @@ from wangen.generator.lint import tools
 from wangen.generator.lint.kinds import Finding
 from wangen.generator.lint.script import MARK, UNKNOWN, Call, Script, Word
 from wangen.generator.table import options
-from wangen.generator.toml_values import longest_clip
+from wangen.generator.toml_values import is_clip_length, longest_clip
 
 KERNELS = ("sdpa", "flash_attn", "flash3", "sage_attn", "xformers")
 _COMMANDS = {"pause", "echo", "exit", "python", "accelerate", "if", "goto", "rem", "call", "cd", "fi", "done", "set"}
@@ -210,7 +210,7 @@ def values(script: Script) -> Iterator[Finding]:
 
 def _sizes(call: Call) -> Iterator[Finding]:
     length = call.value("video_length")
-    if length and _is_number(length) and int(length) % 4 != 1:
+    if length and _is_number(length) and not is_clip_length(int(length)):
         yield Finding("value", call.line_of("video_length"), f"--video_length {length} is not 4n+1",
                       f"write {longest_clip(int(length))}")  # fmt: skip
     size = call.given("video_size")

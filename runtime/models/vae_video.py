@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 import torch
 
 from wangen.generator.errors import WangenError
+from wangen.generator.toml_values import is_clip_length
 
 
 def check_video(video: torch.Tensor, stride_px: int) -> None:
@@ -36,7 +37,7 @@ def check_num_frames(num_frames: int) -> None:
     Raises:
         WangenError: it is another number.
     """
-    if num_frames % 4 != 1 or num_frames < 1:
+    if not is_clip_length(num_frames):
         raise WangenError(f"a video of {num_frames} frames; the Wan VAE takes 4k + 1 (1, 5, 9, …, 81)")
 
 

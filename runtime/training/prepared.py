@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import torch
 
 from wangen.generator.steps import Train
+from wangen.generator.toml_values import FRAMES_PER_LATENT
 from wangen.runtime.ahead import ahead
 from wangen.runtime.epochs import EpochSampler
 from wangen.runtime.loader import Batch, Draw, read_batch
@@ -151,7 +152,7 @@ def clean_frames(condition_frames: int, num_frames: int) -> int:
     >>> clean_frames(0, 21), clean_frames(1, 21), clean_frames(9, 21), clean_frames(9, 3), clean_frames(1, 1)
     (0, 1, 3, 2, 0)
     """
-    return min(1 + (condition_frames - 1) // 4, num_frames - 1) if condition_frames else 0
+    return min(1 + (condition_frames - 1) // FRAMES_PER_LATENT, num_frames - 1) if condition_frames else 0
 
 
 def pinned(prepared: Prepared) -> Prepared:
