@@ -52,14 +52,7 @@ def fill(options: CacheStep, samples: Sequence[Sample], encoders: Mapping[Kind, 
     shard = Shard.parse(options.shard)
     folders = [Folder(path) for path in by_cache_folder(samples)]
     wants = {kind: wanted(folders, samples, kind) for kind in encoders}
-    vae = vae_of(profiles.model(options.task)) if options.task else ""
-    records: list[Record] = [
-        (DatasetNeeds(folder, options.dataset, kind, vae if kind == "latent" else ""), encoder,
-         _keys(wants[kind], folder, encoder))
-        for folder in folders for kind, encoder in encoders.items()
-    ]  # fmt: skip
-    for record, encoder, keys in records:  # before the folders are looked at: what is found there then stays there
-        record.extend(keys, encoder)
+    records = _extended(options, folders, wants, encoders)  # before they are judged: what is found then stays there
     with bulk():
         needs = [Need(sample, recipe, folder, folder.judge(recipe, encoders[kind]))
                  for kind in encoders for sample, recipe, folder in wants[kind]]  # fmt: skip
@@ -158,8 +151,22 @@ def _refuse(options: CacheStep) -> None:
             raise UsageError(f"--{name} must be {least} or more, got {value}", cure=f"leave --{name} out")
 
 
-def _keys(wants: Iterable[tuple[Sample, Recipe, Folder]], folder: Folder, encoder: Encoder) -> set[str]:
-    return {recipe.key(encoder) for _, recipe, of in wants if of is folder}
+def _extended(
+    options: CacheStep,
+    folders: Iterable[Folder],
+    wants: Mapping[Kind, Iterable[tuple[Sample, Recipe, Folder]]],
+    encoders: Mapping[Kind, Encoder],
+) -> list[Record]:
+    """The dataset's needs of every folder and kind, which are written there now."""
+    vae = vae_of(profiles.model(options.task)) if options.task else ""
+    records: list[Record] = []
+    for folder in folders:
+        for kind, encoder in encoders.items():
+            keys = {recipe.key(encoder) for _, recipe, of in wants[kind] if of is folder}
+            needs = DatasetNeeds(folder, options.dataset, kind, vae if kind == "latent" else "")
+            needs.extend(keys, encoder)
+            records.append((needs, encoder, keys))
+    return records
 
 
 def _describe(encoders: Mapping[Kind, Encoder]) -> dict[str, str]:

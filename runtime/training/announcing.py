@@ -10,7 +10,7 @@ from wangen.generator.steps import Train
 from wangen.runtime.adapter_layers import parts_of
 from wangen.runtime.loader import cache_use
 from wangen.runtime.training.plan import ExpertPlan, Plan
-from wangen.runtime.training.run import Run
+from wangen.runtime.training.run import Run, Trainee
 from wangen.runtime.training.schedules import unfinished_warm_up
 from wangen.runtime.training.timesteps import left_to_the_other, starving, trained_range
 
@@ -24,21 +24,7 @@ def announce(training: Run) -> None:
         log.warning("  --max_train_steps %d is not used: --max_train_epochs %d says how long (in a script the knob "
                     "MAX_TRAIN_EPOCHS does)", options.max_train_steps, options.max_train_epochs)  # fmt: skip
     for trainee in training.trainees:
-        trainable = trainee.num_trained
-        base = headers.read_header(trainee.plan.dit, trainee.plan.flag)  # in memory it may be parked or quantised
-        total = sum(math.prod(info.shape) for info in base.tensors.values())
-        total += trainable if options.train_mode == "lora" else 0
-        what = "train"
-        if options.train_mode == "lora":
-            what += f" ({options.network_module} on {many(len(parts_of(trainee.parameters)), 'layer')})"
-        name = f"{trainee.plan.name.replace('_', '-')} expert, " if trainee.plan.name else ""
-        log.info("  %s%.2f M of %.2f M parameters %s, %s, attention %s, on %s", name, trainable / 1e6, total / 1e6,
-                 what, {"bf16": "bfloat16", "no": "float32"}[options.mixed_precision], trainee.model.attention,
-                 training.device)  # fmt: skip
-        if trainee.plan.name:
-            _announce_range(options, trainee.plan, max(trainee.plan.num_steps, trainee.step), training.num_steps)
-        if line := unfinished_warm_up(options, trainee.plan.num_steps):
-            log.warning("    %s", line)
+        _announce_trainee(training, trainee)
     for line in _of_two_experts(plan):
         log.warning("  %s", line)
     if options.prior_loss_weight != 1 and not any(cached.sample.entry.is_reg for cached in plan.samples):
@@ -54,6 +40,39 @@ def announce(training: Run) -> None:
         how = "are encoded whenever they are drawn" if options.cache_mode == "realtime" else "were encoded here"
         log.info("  %s: %d of %s from the cache, %d %s", use.mode(options.cache_mode), use.from_cache,
                  many(use.from_cache + use.computed, "entry", "entries"), use.computed, how)  # fmt: skip
+    _announce_processes(training)
+    if left := plan.batches_per_epoch % options.gradient_accumulation_steps:
+        few = plan.batches_per_epoch < options.gradient_accumulation_steps
+        log.info("  %s has %s of %d batches: an epoch has %d", "each step" if few else "the last step of each epoch",
+                 left, options.gradient_accumulation_steps, plan.batches_per_epoch)  # fmt: skip
+    resuming = f", resuming at {training.step}" if training.step else ""
+    log.info("  %s, %s per epoch, %d steps in all%s", many(len(plan.samples), "sample"),
+             many(plan.steps_per_epoch, "step"), training.num_steps, resuming)  # fmt: skip
+
+
+def _announce_trainee(training: Run, trainee: Trainee) -> None:
+    """Say how much of one transformer is trained, and how."""
+    options = training.plan.options
+    trainable = trainee.num_trained
+    base = headers.read_header(trainee.plan.dit, trainee.plan.flag)  # in memory it may be parked or quantised
+    total = sum(math.prod(info.shape) for info in base.tensors.values())
+    total += trainable if options.train_mode == "lora" else 0
+    what = "train"
+    if options.train_mode == "lora":
+        what += f" ({options.network_module} on {many(len(parts_of(trainee.parameters)), 'layer')})"
+    name = f"{trainee.plan.name.replace('_', '-')} expert, " if trainee.plan.name else ""
+    log.info("  %s%.2f M of %.2f M parameters %s, %s, attention %s, on %s", name, trainable / 1e6, total / 1e6,
+             what, {"bf16": "bfloat16", "no": "float32"}[options.mixed_precision], trainee.model.attention,
+             training.device)  # fmt: skip
+    if trainee.plan.name:
+        _announce_range(options, trainee.plan, max(trainee.plan.num_steps, trainee.step), training.num_steps)
+    if line := unfinished_warm_up(options, trainee.plan.num_steps):
+        log.warning("    %s", line)
+
+
+def _announce_processes(training: Run) -> None:
+    """Say how several processes share the work."""
+    options = training.plan.options
     if training.ranks.count > 1:
         log.info("  %d processes share the %d batches of each step, as one with --gradient_accumulation_steps %d would "
                  "do them; the learning rate is for all together and stays %g", training.ranks.count,
@@ -64,13 +83,6 @@ def announce(training: Run) -> None:
                  "computes")  # fmt: skip
     elif training.ranks.in_step:
         log.info("  the frozen weights of the blocks are in parts: each process gathers a block before it computes")
-    if left := plan.batches_per_epoch % options.gradient_accumulation_steps:
-        few = plan.batches_per_epoch < options.gradient_accumulation_steps
-        log.info("  %s has %s of %d batches: an epoch has %d", "each step" if few else "the last step of each epoch",
-                 left, options.gradient_accumulation_steps, plan.batches_per_epoch)  # fmt: skip
-    resuming = f", resuming at {training.step}" if training.step else ""
-    log.info("  %s, %s per epoch, %d steps in all%s", many(len(plan.samples), "sample"),
-             many(plan.steps_per_epoch, "step"), training.num_steps, resuming)  # fmt: skip
 
 
 def _of_two_experts(plan: Plan) -> list[str]:

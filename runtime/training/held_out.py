@@ -1,8 +1,7 @@
 """Which items are put apart from what is trained on, to judge by them, and what is told of that to later trainings."""
 
 import logging
-from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from wangen.generator.errors import UsageError, many
@@ -56,25 +55,31 @@ def held_out(
         if tell:
             log.warning("  all clips were cut from one video: those held out look like those that are trained on")
         videos = {clip: clip for clip in videos}
-
-    def drawn(names: Iterable[str]) -> list[str]:
-        return sorted(names, key=lambda name: _draw(seed, name))
-
-    apart: set[str] = set()
-    num_clips, num_apart = Counter(videos.values()), 0
-    most = min(max(2 * count, len(videos) // 2), len(videos) - 1)
-    for video in drawn(num_clips):
-        if num_apart < count and num_apart + num_clips[video] <= most:
-            apart.add(video)
-            num_apart += num_clips[video]
-    if tell and num_apart < count:
+    unseen = _apart(videos, count, seed)
+    if tell and len(unseen) < count:
         log.warning("  %s held out of %s asked for: whole videos are held out, and the next one would leave too little "
-                    "to train on", many(num_apart, "clip is", "clips are"), count)  # fmt: skip
-    unseen = {clip for clip, video in videos.items() if video in apart}
-    judged = set(drawn(unseen)[:count])
+                    "to train on", many(len(unseen), "clip is", "clips are"), count)  # fmt: skip
+    judged = set(unseen[:count])
     validation = [sample for sample in own if clip_key(sample) in judged]
     # A file that is held out may also be part of a regularisation set: it must not be seen there either.
     return [sample for sample in samples if clip_key(sample) not in unseen], validation
+
+
+def _apart(videos: Mapping[str, str], count: int, seed: int) -> list[str]:
+    """The clips of the videos that are put apart, in the order of their draws; `videos` is clip -> its video."""
+
+    def draw(name: str) -> int:
+        return _draw(seed, name)
+
+    clips_of: dict[str, list[str]] = {}
+    for clip, video in videos.items():
+        clips_of.setdefault(video, []).append(clip)
+    apart: list[str] = []
+    most = min(max(2 * count, len(videos) // 2), len(videos) - 1)
+    for video in sorted(clips_of, key=draw):
+        if len(apart) < count and len(apart) + len(clips_of[video]) <= most:
+            apart += clips_of[video]
+    return sorted(apart, key=draw)
 
 
 def as_told(judged: Sequence[CachedSample], trained: Sequence[CachedSample], options: Train) -> dict[str, Any]:
