@@ -229,13 +229,13 @@ def _own_bytes(tensor: torch.Tensor) -> int:
     return _num_bytes(tensor.to_local() if isinstance(tensor, DTensor) else tensor)
 
 
-def as_first_of(processes: int, count: Callable[[Launch], Counted], per_machine: int = PER_MACHINE) -> Counted:
+def as_first_of(processes: int, count: Callable[[Launch], Counted]) -> Counted:
     """What is counted in the first of so many processes, of which only this one is real."""
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=processes)
     try:
-        return count(Launch(rank=0, count=processes, local_count=min(per_machine, processes)))
+        return count(Launch(rank=0, count=processes, local_count=min(PER_MACHINE, processes)))
     finally:
         dist.destroy_process_group()
 

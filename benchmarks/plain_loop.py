@@ -54,12 +54,11 @@ def with_adapter(model: Any, targets: str | list[str], rank: int = 16) -> Any:
     return model.train()
 
 
-def toy_item(size_px: int = 256, num_rows: int = 46) -> Item:
-    """One picture's latents, and a caption of as many rows as captions have on average."""
+def toy_item() -> Item:
+    """The latents of one picture of 256 x 256, and a caption of as many rows as captions have on average."""
     generator = torch.Generator().manual_seed(1)
-    cells = size_px // 8
-    latents = torch.randn(1, 16, 1, cells, cells, generator=generator)
-    return Item(latents, torch.randn(num_rows, 4096, generator=generator) * 0.1)
+    latents = torch.randn(1, 16, 1, 32, 32, generator=generator)
+    return Item(latents, torch.randn(46, 4096, generator=generator) * 0.1)
 
 
 class PlainLoop:

@@ -119,7 +119,7 @@ def sample_bytes(
     num_frames: int,
     model: Model,
     encoding: Encoding,
-    control_size: tuple[int, int] | None = None,
+    control_size: tuple[int, int] | None,
 ) -> int:
     """Of a sample's latents, conditions and mask; sizes are (width, height), None: the control images' is the same."""
     own = latent_bytes(model, size, num_frames, encoding.vae_dtype) + HEADER_BYTES

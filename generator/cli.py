@@ -14,7 +14,7 @@ from wangen import profiles
 from wangen.generator.check_command import CheckCommand, execute
 from wangen.generator.commands import StepCommand
 from wangen.generator.early import STOPPED
-from wangen.generator.errors import WAS_STOPPED, WRONG_USAGE, UsageError, WangenError, in_words
+from wangen.generator.errors import WAS_STOPPED, WRONG_USAGE, UsageError, WangenError, did_you_mean, in_words
 from wangen.generator.plain_command import PlainCommand
 from wangen.generator.steps import STEPS, find_step
 from wangen.profiles.reading import ProfileError
@@ -36,10 +36,7 @@ class Wangen(click.Group):
         """Answer an unknown command with what there is."""
         known = not args or args[0].startswith("-") or self.get_command(ctx, args[0])
         if not known and not ctx.resilient_parsing:  # a shell that completes words wants no message
-            from difflib import get_close_matches
-
-            near = get_close_matches(args[0], self.list_commands(ctx), n=1)
-            cure = f"did you mean {near[0]}?" if near else "wangen --help lists the commands"
+            cure = did_you_mean(args[0], self.list_commands(ctx), "wangen --help lists the commands")
             raise UsageError(f"there is no command {args[0]!r}", cure=cure)
         return super().resolve_command(ctx, args)
 

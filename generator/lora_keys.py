@@ -139,12 +139,12 @@ def parse_adapter_key(key: str) -> AdapterKey | None:
     return AdapterKey(module, "magnitude" if match["magnitude"] else match["part"])
 
 
-def adapter_key(layout: Layout, module: str, part: str, *, qwen: bool = False) -> str:
+def adapter_key(layout: Layout, module: str, part: str, *, qwen: bool) -> str:
     """The key of one part of a module in a layout; a part is named as by `parse_adapter_key`, `qwen` as `module_names`.
 
-    >>> adapter_key("comfyui", "blocks.0.attn1.to_q", "lokr_w1")
+    >>> adapter_key("comfyui", "blocks.0.attn1.to_q", "lokr_w1", qwen=False)
     'diffusion_model.blocks.0.self_attn.q.lokr_w1'
-    >>> adapter_key("diffusers", "blocks.0.attn1.to_q", "magnitude")
+    >>> adapter_key("diffusers", "blocks.0.attn1.to_q", "magnitude", qwen=False)
     'transformer.blocks.0.attn1.to_q.lora_magnitude_vector.weight'
 
     Raises:
@@ -232,13 +232,13 @@ def is_of_qwen(modules: Iterable[str]) -> bool:
     return any(module in QWEN_OUTER_MODULES or QWEN_BLOCK.fullmatch(module) for module in modules)
 
 
-def module_names(layout: Layout, module: str, *, qwen: bool = False) -> tuple[str, str, str]:
+def module_names(layout: Layout, module: str, *, qwen: bool) -> tuple[str, str, str]:
     """The keys of down, up and alpha of a module in a layout.
 
-    >>> module_names("kohya", "blocks.0.attn1.to_q")[0]
+    >>> module_names("kohya", "blocks.0.attn1.to_q", qwen=False)[0]
     'lora_unet_blocks_0_self_attn_q.lora_down.weight'
-    >>> module_names("comfyui", "proj_out")[0], module_names("comfyui", "proj_out", qwen=True)[0]
-    ('diffusion_model.head.head.lora_A.weight', 'diffusion_model.proj_out.lora_A.weight')
+    >>> [module_names("comfyui", "proj_out", qwen=qwen)[0] for qwen in (False, True)]
+    ['diffusion_model.head.head.lora_A.weight', 'diffusion_model.proj_out.lora_A.weight']
 
     Args:
         layout: whose keys.

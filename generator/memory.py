@@ -332,14 +332,13 @@ def batches_of_a_pass(options: Train) -> int:
     return options.gradient_accumulation_steps if packs(options) else 1
 
 
-def tokens_of(model: Model, resolution: tuple[int, int], num_frames: int, num_controls: int | None = None) -> int:
-    """Tokens of a clip, or of a picture with its control images (of its size) and its text where these are in the row.
+def tokens_of(model: Model, resolution: tuple[int, int], num_frames: int) -> int:
+    """Tokens of a clip, or of a picture with a control image (of its size) and its text where these are in the row.
 
     Args:
         model: the model profile.
         resolution: width and height in pixels.
         num_frames: 4n+1; 1 for an image.
-        num_controls: control images; None means one of a model that takes any.
 
     >>> from wangen import profiles
     >>> tokens_of(profiles.model("t2v-14B"), (832, 480), 81)
@@ -347,8 +346,7 @@ def tokens_of(model: Model, resolution: tuple[int, int], num_frames: int, num_co
     >>> tokens_of(profiles.model("qwen-image-edit"), (1024, 1024), 1)  # 2 x 4096, and 1337 + 128 of text
     9657
     """
-    controls = min(1, model.max_controls) if num_controls is None else num_controls
-    return tokens_beside(model, resolution, num_frames, [resolution] * controls, SHORT_TEXT)
+    return tokens_beside(model, resolution, num_frames, [resolution] * min(1, model.max_controls), SHORT_TEXT)
 
 
 def tokens_beside(

@@ -69,18 +69,18 @@ def _lines(path: Path, text: str) -> Iterator[tuple[str, Mapping[str, Any]]]:
             yield where, parse_line(line, where)
 
 
-def parse_line(line: str, where: str = "") -> dict[str, Any]:
+def parse_line(line: str, where: str) -> dict[str, Any]:
     """A prompt with its options, by the keys that the tables have.
 
     Raises:
         UsageError: an option is unknown, is given twice, or has no value.
 
-    >>> parse_line("A cat, --ears up. --w 832 --n blurry, dark")
+    >>> parse_line("A cat, --ears up. --w 832 --n blurry, dark", "")
     Traceback (most recent call last):
         ...
     wangen.generator.errors.UsageError: --ears is no option of a prompt
       do:    one of --w --h --f --d --s --g --fs --l --lh --n --i --ei --ss --ci
-    >>> parse_line("A cat. --w 832 --n blurry, dark")
+    >>> parse_line("A cat. --w 832 --n blurry, dark", "")
     {'prompt': 'A cat.', 'width': '832', 'negative_prompt': 'blurry, dark'}
     """
     prompt, *parts = _OPTION.split(f" {line.strip()}")

@@ -197,12 +197,3 @@ def look(video: torch.Tensor, *, contrast: float = 60.0) -> Seen:
 def _triple(values: torch.Tensor) -> tuple[float, float, float]:
     red, green, blue = values.tolist()
     return red, green, blue
-
-
-def nearest_colour(colour: Sequence[float], names: dict[str, Colour]) -> str:
-    """The name of the colour that is nearest in sRGB.
-
-    >>> nearest_colour((200, 60, 50), COLOURS)
-    'red'
-    """
-    return min(names, key=lambda name: math.dist(names[name], colour))

@@ -2,11 +2,12 @@
 
 import hashlib
 import io
+import math
 import os
 import subprocess
 import sys
 import zlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from fractions import Fraction
 from functools import cache
 from pathlib import Path
@@ -30,6 +31,11 @@ def write_tree(folder: Path, tree: Mapping[str, bytes | str]) -> Path:
 def read_tree(folder: Path) -> dict[str, bytes]:
     """Every file below a folder: relative name with forward slashes -> bytes."""
     return {path.relative_to(folder).as_posix(): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def nearest_colour(colour: Sequence[float], names: Mapping[str, tuple[int, int, int]]) -> str:
+    """The name of the colour that is nearest in sRGB."""
+    return min(names, key=lambda name: math.dist(names[name], colour))
 
 
 def digest(path: Path) -> str:

@@ -10,9 +10,10 @@ import sys
 from pathlib import Path
 
 import pytest
+from helpers import nearest_colour
 
 from wangen.runtime.demo import SRGB
-from wangen.runtime.moving_shapes import BACKGROUNDS, look, nearest_colour, read_clip
+from wangen.runtime.moving_shapes import BACKGROUNDS, look, read_clip
 
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(os.name == "nt", reason="drives bash; on Windows the demo uses cmd")]
 

@@ -4,6 +4,7 @@ import math
 
 import pytest
 import torch
+from helpers import nearest_colour
 
 from wangen.generator.dataset import media_of
 from wangen.runtime.moving_shapes import (
@@ -14,7 +15,6 @@ from wangen.runtime.moving_shapes import (
     Scene,
     draw,
     look,
-    nearest_colour,
     random_scene,
     read_clip,
     write_clips,

@@ -8,6 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from helpers import nearest_colour
 
 from wangen import examples, profiles
 from wangen.generator import kinds
@@ -23,7 +24,6 @@ from wangen.runtime.moving_shapes import (
     caption_of,
     draw,
     look,
-    nearest_colour,
     random_scene,
     read_clip,
 )

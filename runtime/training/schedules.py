@@ -56,7 +56,7 @@ def unfinished_warm_up(options: Train, num_steps: int) -> str | None:
             "(--lr_warmup_steps)")  # fmt: skip
 
 
-def rex(num_steps: int, warmup: int = 0, floor: float = 0.0) -> Schedule:
+def rex(num_steps: int, warmup: int, floor: float) -> Schedule:
     """The reflected exponential schedule: z / ((1 - d) + d z) with z the share of the run that is left.
 
     Chen, Wolfe, Kyrillidis, "REX: Revisiting Budgeted Training with an Improved Schedule", 2021, arXiv:2107.04197, has
@@ -68,7 +68,7 @@ def rex(num_steps: int, warmup: int = 0, floor: float = 0.0) -> Schedule:
         warmup: steps that rise from `floor` to 1.
         floor: the factor at both ends.
 
-    >>> factor = rex(100)
+    >>> factor = rex(100, 0, 0.0)
     >>> factor(0), round(factor(50), 4), factor(100)
     (1.0, 0.9091, 0.0)
     """
