@@ -40,7 +40,7 @@ def run(options: CacheText) -> Report:
     A caption that several cache folders need is encoded once and written to each; each folder gets the empty prompt.
 
     Raises:
-        WangenError: a caption is missing, the file is no umT5, values are not finite, the disk is full.
+        WangenError: a caption is missing, the file is no such text encoder, values are not finite, the disk is full.
     """
     model = model_of_cache(options.task)
     samples = read_samples(options, model, make_folders=True)
@@ -57,7 +57,7 @@ def text_encoder(options: CacheText) -> Encoder:
     """Which weights encode, and in which precision. Torch is asked only when that depends on the device.
 
     Raises:
-        WangenError: the file is no umT5, or there is no tokenizer.
+        WangenError: the file is no text encoder of the model, or there is no tokenizer.
     """
     model = model_of_cache(options.task)
     return Encoder(

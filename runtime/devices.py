@@ -1,4 +1,4 @@
-"""Where and how to compute: device, precision, attention kernel, and the rules of ROCm. All such choices live here."""
+"""Where and how to compute: device, precision, attention kernel of diffusers' modules; what a full memory says."""
 
 import contextlib
 import logging

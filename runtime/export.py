@@ -153,8 +153,7 @@ def _convert(options: Export, path: Path, save_path: Path) -> Report:
 
     file = lora_file(path)
     layouts = tuple(dict.fromkeys(layout for layout in options.layout if layout != "original")) or ("comfyui",)
-    converted = convert(path, layouts, options.dtype, save_path,
-                        overwrite=options.overwrite)  # fmt: skip
+    converted = convert(path, layouts, options.dtype, save_path, overwrite=options.overwrite)
     for layout, written in converted.files.items():
         log.info("  %s: %s", layout, written)
     ranks = ", ".join(map(str, converted.ranks)) or "full"

@@ -219,8 +219,8 @@ def encoders_before(
 
 def _makers(folders: Iterable[Folder], samples: Sequence[Sample], kind: Kind) -> set[Encoder]:
     """The encoders of all entries that the samples could use."""
-    wanted = {recipe.content_key for sample in samples for recipe in recipes_of(sample, kind)}
-    return {entry.encoder for folder in folders for entry in folder.all_entries if entry.content_key in wanted}
+    needed = {recipe.content_key for sample in samples for recipe in recipes_of(sample, kind)}
+    return {entry.encoder for folder in folders for entry in folder.all_entries if entry.content_key in needed}
 
 
 class EntryWriter(Protocol):

@@ -208,8 +208,8 @@ def _in_memory(
         cache_latents.say_cautions(samples)
         clip = cache_latents.chosen_clip(step, model, samples)
         encoders = cache_latents.latent_encoders(step, model, clip)
-        wanted = {kind: encoder for kind, encoder in encoders.items() if kind in read}
-        jobs.append((_work(samples, wanted, held), partial(encoding.encode, step, model, clip)))
+        needed = {kind: encoder for kind, encoder in encoders.items() if kind in read}
+        jobs.append((_work(samples, needed, held), partial(encoding.encode, step, model, clip)))
     if text_step:
         encoder = cache_text.text_encoder(text_step)
         work = _work(samples, dict.fromkeys((kind for kind in TEXT_KINDS if kind in read), encoder), held)

@@ -145,14 +145,14 @@ def by_activity(base: Losses, found: Mapping[str, Losses], activities: Sequence[
         activities: of each item of `base.keys`.
     """
     _require_same(base, found.values())
+
+    def over(places: Sequence[int]) -> Callable[[Losses], float]:
+        return lambda losses: fmean(fmean(losses.values[place]) for place in places)
+
     rows = []
     for activity in sorted(set(activities)):
         places = [place for place, name in enumerate(activities) if name == activity]
-
-        def over(losses: Losses, places: Sequence[int] = tuple(places)) -> float:
-            return fmean(fmean(losses.values[place]) for place in places)
-
-        rows.append(_row(activity, base, found, over, len(places)))
+        rows.append(_row(activity, base, found, over(places), len(places)))
     return tuple(rows)
 
 

@@ -37,7 +37,7 @@ class LoraFile:
         expert: `high_noise`, `low_noise`, or empty.
         step: optimizer steps, of two experts those of both together, by its name or its header; None when neither
             says it.
-        what: `finished`, `best` or `on the way`, with `average` for one of averaged weights.
+        what: `finished`, `best`, `on the way` or `set aside`, with `, average` for one of averaged weights.
         num_bytes: its size.
         metadata: of its header.
     """

@@ -181,7 +181,7 @@ def require_files(options: Generate, model: Model, encoders: Encoders | None, *,
         doras = [
             path
             for path, strength in zip(getattr(options, flag), getattr(options, multiplier), strict=True)
-            if _refuse_lora(path, f"--{flag}", header, strength) and strength
+            if _expect_lora(path, f"--{flag}", header, strength) and strength
         ]
         if len(doras) > 1:
             log.warning("  --%s: each of %d DoRAs scales whole weights: together they are not the sum of what each "
@@ -244,7 +244,7 @@ def _refuse_blocks(options: Generate, transformer: Header) -> None:
                          cure=f"give 0 to {blocks}")  # fmt: skip
 
 
-def _refuse_lora(path: Path, flag: str, transformer: Header, strength: float) -> bool:
+def _expect_lora(path: Path, flag: str, transformer: Header, strength: float) -> bool:
     """A LoRA that is damaged or of another model, or a DoRA at a strength that it cannot have; whether it is a DoRA."""
     file, weights, adapter = lora_file(path), changeable_weights(transformer), read_adapter(path, flag)
     if not adapter.keys() & weights.keys():

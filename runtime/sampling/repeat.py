@@ -53,7 +53,7 @@ def made_on(device_type: str) -> dict[str, Any]:
 
 
 def video_settings(options: Generate, prompt: SamplePrompt) -> dict[str, Any]:
-    """The pinned flags of one video, by name, and the digest of its first frame.
+    """The pinned flags of one video, by name, and the digests of its pictures.
 
     Args:
         options: with every default filled in.
