@@ -31,7 +31,7 @@ def stats(place: Path) -> int:
     """Print counts and bytes by kind and encoder, and the ages of the oldest and the newest entry.
 
     Args:
-        place: a cache folder, or a dataset's TOML for all of its folders.
+        place: a cache folder, or a dataset's TOML or manifest for all of its folders.
 
     Raises:
         WangenError: there is no such folder, or the TOML cannot be read.
@@ -57,7 +57,7 @@ def clear(place: Path, kind: str | None, *, yes: bool) -> int:
     """Show all entries, or those of one kind, also damaged ones, and remove them when the user agrees.
 
     Args:
-        place: a cache folder, or a dataset's TOML for all of its folders.
+        place: a cache folder, or a dataset's TOML or manifest for all of its folders.
         kind: only these.
         yes: do not ask.
 

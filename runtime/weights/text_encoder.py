@@ -27,8 +27,8 @@ def load_text_encoder(
             `umt5_xxl_fp8_e4m3fn_scaled.safetensors`, a GGUF file, or a Hugging Face folder.
         dtype: None keeps what the file stores (bfloat16 in the official one), and a file that mixes precisions needs
             another to compute with. All weights are cast alike, as the official code does; transformers by itself
-            would keep `wo` in float32. Weights that are stored in 8 bits
-            or GGUF's blocks stay so in memory and become `dtype` when they are used.
+            would keep `wo` in float32. Weights that are stored in 8 bits or GGUF's blocks stay so in memory and become
+            `dtype` when they are used.
         device: where the weights go; `meta` compares names and shapes only.
         fp8: keep the weights of all linear layers as 8-bit floats with one scale per row: half the memory of
             bfloat16, and the embeddings differ a little.
