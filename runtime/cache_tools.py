@@ -86,7 +86,7 @@ def prune(dataset_config: Path, *, yes: bool) -> int:
     """Show the entries that no item needs any more, and remove them when the user agrees.
 
     Kept is what the dataset's items need for any model (of the encoder that its last caching run used), and what any
-    other dataset claims that uses the same folders, as long as its TOML is there.
+    other dataset needs that uses the same folders, as long as its TOML is there.
 
     Args:
         dataset_config: the TOML.
@@ -113,10 +113,10 @@ class _Needed:
     def __init__(
         self, folder: Folder, dataset_config: Path, kind: Kind, samples: Iterable[Sample], gone: Iterable[Path]
     ) -> None:
-        claim = DatasetNeeds(folder, dataset_config, kind)
+        needs = DatasetNeeds(folder, dataset_config, kind)
         members = by_cache_folder(list(samples)).get(folder.path, [])
-        self._encoder = claim.encoder
-        self._others = needed_keys(folder.path, kind, but=[claim.path, *gone])
+        self._encoder = needs.encoder
+        self._others = needed_keys(folder.path, kind, but=[needs.path, *gone])
         self._content_keys = {recipe.content_key for sample in members for recipe in recipes_of(sample, kind)}
 
     def __contains__(self, entry: Entry) -> bool:

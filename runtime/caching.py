@@ -19,7 +19,7 @@ from wangen.generator.steps import CacheStep
 from wangen.generator.vae_twins import vae_of
 from wangen.runtime.cache import Encoder, Folder, Kind, Recipe
 from wangen.runtime.cache.leftovers import sweep
-from wangen.runtime.cache.needed import ClaimError, DatasetNeeds
+from wangen.runtime.cache.needed import DatasetNeeds, NeedsError
 from wangen.runtime.cache.packs import FOLDER as PACKS
 from wangen.runtime.needs import EntryWriter, Need, Work, count_states, wanted, writer_of
 from wangen.runtime.samples import Sample, by_cache_folder, folders_left_out
@@ -124,19 +124,19 @@ def _tidy(options: CacheStep, shard: Shard, records: Iterable[Record]) -> int:
         return 0
     shared = folders_left_out(options)  # other blocks need entries there that were not looked at
     removed = of_others = 0
-    open_claims: list[ClaimError] = []
+    unclear: list[NeedsError] = []
     for record, encoder, keys in records:
         if record.folder.path in shared:
             continue
         try:
             count = record.reduce(keys, encoder)
-        except ClaimError as error:  # what is encoded is good all the same
-            open_claims.append(error)
+        except NeedsError as error:  # what is encoded is good all the same
+            unclear.append(error)
             continue
         removed += count
         of_others += count if record.encoder_before not in (None, encoder) else 0
-    if open_claims:
-        log.warning("  what is not needed any more stays: %s", in_line(open_claims[0]))
+    if unclear:
+        log.warning("  what is not needed any more stays: %s", in_line(unclear[0]))
     if of_others:
         log.warning("  removed %s of the weights or the precision before: to keep those of several models, give "
                     "--keep_cache", many(of_others, "entry", "entries"))  # fmt: skip

@@ -18,11 +18,11 @@ from wangen.runtime.cache.removal import remove_entries
 from wangen.runtime.sources import relative_name
 
 
-class ClaimError(WangenError):
+class NeedsError(WangenError):
     """A file of needs that cannot be read, so that it is open what its dataset needs."""
 
 
-class BrokenClaimError(ClaimError):
+class BrokenNeedsError(NeedsError):
     """A file of needs that is damaged: what it held is lost."""
 
 
@@ -49,7 +49,7 @@ class DatasetNeeds:
         """The encoder of the last run, whether or not it came to its end; None when there is no file that says it.
 
         Raises:
-            ClaimError: the file cannot be read.
+            NeedsError: the file cannot be read.
         """
         return self._recorded().encoder
 
@@ -63,7 +63,7 @@ class DatasetNeeds:
         """Whose VAE the last run was with, of two that entries cannot be told by; empty where it did not say.
 
         Raises:
-            ClaimError: the file cannot be read.
+            NeedsError: the file cannot be read.
         """
         return self._recorded().vae
 
@@ -99,7 +99,7 @@ class DatasetNeeds:
         What another run of the same dataset has come to need since `extend` stays.
 
         Raises:
-            ClaimError: it is open what a dataset needs, and nothing was removed.
+            NeedsError: it is open what a dataset needs, and nothing was removed.
             WangenError: the folder cannot be written.
         """
         twins = self._twins(keys)
@@ -139,11 +139,11 @@ class DatasetNeeds:
         """What the dataset needs so far; nothing where that is lost.
 
         Raises:
-            ClaimError: it cannot be read now, and must not be written over.
+            NeedsError: it cannot be read now, and must not be written over.
         """
         try:
             return _read_needs(self.path)
-        except BrokenClaimError:
+        except BrokenNeedsError:
             return _Needed()
 
     def _needed(self, recorded: "_Needed", keys: set[str], encoder: Encoder) -> "_Needed":
@@ -180,8 +180,8 @@ def _read_needs(path: Path) -> _Needed:
     """What is needed; nothing where there is no file.
 
     Raises:
-        ClaimError: it cannot be read.
-        BrokenClaimError: it is damaged.
+        NeedsError: it cannot be read.
+        BrokenNeedsError: it is damaged.
     """
     try:
         values = json.loads(path.read_text(encoding="utf-8"))
@@ -191,9 +191,9 @@ def _read_needs(path: Path) -> _Needed:
         return _Needed()
     except OSError as error:
         found = f"what a dataset needs {unreadable(path, error).found}"
-        raise ClaimError(found, where=str(path), cure=read_cure(error)) from None
+        raise NeedsError(found, where=str(path), cure=read_cure(error)) from None
     except (ValueError, RecursionError, TypeError, KeyError):
-        raise BrokenClaimError(
+        raise BrokenNeedsError(
             "the file that says what a dataset needs of this cache folder is damaged",
             where=str(path),
             cure="run the caching step of that dataset again, which writes it anew; if the dataset is gone, remove it",
@@ -243,7 +243,7 @@ def needed_keys(folder: Path, kind: Kind, *, but: Iterable[Path]) -> set[str]:
         but: files of needs that do not count.
 
     Raises:
-        ClaimError: it is open what a dataset needs.
+        NeedsError: it is open what a dataset needs.
         WangenError: the folder cannot be listed.
     """
     left_out = set(but)
