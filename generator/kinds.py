@@ -17,9 +17,9 @@ from wangen.generator import relatives
 from wangen.generator.companions import TRANSFORMER_PREFIX, sort_out, strip_prefix
 from wangen.generator.errors import WangenError
 from wangen.generator.expert_names import expert_said, noted_expert
-from wangen.generator.formats import Header
+from wangen.generator.formats import Header, Shapes
 from wangen.generator.headers import read_header, require_known_format, shards
-from wangen.generator.layouts import Layout, Shapes, layout_of, sizes_of
+from wangen.generator.layouts import Layout, layout_of, sizes_of
 from wangen.generator.tasks import supported
 from wangen.generator.vae_twins import QWEN, said_by_name, takes_vae
 from wangen.generator.weight_counts import CLIP_DIM, QWEN_TEXT_DIM, UMT5_DIM

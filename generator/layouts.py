@@ -15,7 +15,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-Shapes = Mapping[str, tuple[int, ...]]
+from wangen.generator.formats import Shapes
+
 Family = Literal["transformer", "qwen-transformer", "vae", "vae-2.2", "t5", "clip", "qwen-vl"]
 
 HEAD_DIM = 128

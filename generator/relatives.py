@@ -7,9 +7,8 @@ which one it was given.
 import re
 from collections.abc import Iterable, Mapping
 
+from wangen.generator.formats import Shapes
 from wangen.generator.lora_keys import OTHER_ADAPTERS, UNDERSCORED_PREFIXES
-
-Shapes = Mapping[str, tuple[int, ...]]
 
 # The beginning of a tensor's name, without prefix -> the relative that has it.
 RELATIVES = {

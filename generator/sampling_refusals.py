@@ -12,11 +12,10 @@ from wangen.generator.generate_step import SMOKE_SAMPLING_STEPS
 from wangen.generator.run_folder import VIDEOS
 from wangen.generator.steps import Evaluate, Generate
 from wangen.generator.toml_values import color, is_clip_length
-from wangen.generator.train_refusals import MAX_VALIDATION_TIMESTEPS, choose_condition_frames, require_seed
+from wangen.generator.train_refusals import FLOAT32_MAX, MAX_VALIDATION_TIMESTEPS, choose_condition_frames, require_seed
 from wangen.profiles import Model
 
 MAX_SHIFT = 1e6
-_FLOAT32_MAX = 3.4e38
 
 OTHER_MEDIA = (IMAGE_SUFFIXES | VIDEO_SUFFIXES | {".gif", ".apng"}) - {".mp4", ".png"}
 
@@ -134,8 +133,8 @@ def _refuse_numbers(options: Generate, model: Model) -> None:
             raise UsageError(f"{len(loras)} --{flag} and {len(strengths)} --{name}",
                              cure="give one multiplier per LoRA, or none")  # fmt: skip
         for strength in strengths or ():
-            if not abs(strength) <= _FLOAT32_MAX:
-                raise UsageError(f"--{name} {strength:g}: the model computes with numbers up to {_FLOAT32_MAX:g}",
+            if not abs(strength) <= FLOAT32_MAX:
+                raise UsageError(f"--{name} {strength:g}: the model computes with numbers up to {FLOAT32_MAX:g}",
                                  cure="1 is the LoRA as it was trained")  # fmt: skip
 
 

@@ -17,7 +17,7 @@ from wangen.generator.table import options as flags_of
 from wangen.generator.toml_values import is_clip_length
 from wangen.generator.train_values import FOR_ADAPTERS, optimizer_arguments, steps_of
 
-_FLOAT32_MAX = 3.4e38
+FLOAT32_MAX = 3.4e38
 MAX_VALIDATION_TIMESTEPS = 1000
 """Further ones would lie between those that a model was trained with."""
 
@@ -138,7 +138,7 @@ def require_seed(seed: int) -> None:
 def _require_above_zero(options: Train, names: Iterable[str]) -> None:
     for name in names:
         value = getattr(options, name)
-        most = _AT_MOST.get(name, _FLOAT32_MAX)
+        most = _AT_MOST.get(name, FLOAT32_MAX)
         if value is not None and not 0 < value <= most:
             limit = f" and at most {most:.7g}" if value > 0 or name in _AT_MOST else ""
             raise UsageError(f"--{name} must be above 0{limit}, got {value}", cure=_cure(name, options))

@@ -24,7 +24,7 @@ from wangen.runtime.libraries import (
 from wangen.runtime.lora import adapter_layers, base_layer, match_modules
 from wangen.runtime.memory.quantize import QuantLinear
 
-LORA_PARTS = {"down": "lora_A", "up": "lora_B", "magnitude": "lora_magnitude_vector"}
+_PEFT_NAMES = {"down": "lora_A", "up": "lora_B", "magnitude": "lora_magnitude_vector"}
 _PARAMETER = re.compile(
     r"(?P<module>.+)\.(?:(?P<lora>lora_A|lora_B|lora_magnitude_vector)\.(?P<name>[^.]+)\.weight"
     r"|(?P<factor>(?:hada|lokr)_w[12](?:_[ab])?)\.(?P<other>[^.]+))"
@@ -39,8 +39,8 @@ def parameter_name(module: str, part: str, name: str) -> str:
     >>> parameter_name("blocks.0.attn1.to_q", "lokr_w1", "default")
     'blocks.0.attn1.to_q.lokr_w1.default'
     """
-    if part in LORA_PARTS:
-        return f"{module}.{LORA_PARTS[part]}.{name}.weight"
+    if part in _PEFT_NAMES:
+        return f"{module}.{_PEFT_NAMES[part]}.{name}.weight"
     return f"{module}.{part}.{name}"
 
 
@@ -50,7 +50,7 @@ def parts_of(parameters: Mapping[str, torch.Tensor]) -> dict[str, dict[str, torc
     >>> list(parts_of({"a.lora_A.default.weight": torch.ones(1), "a.bias": torch.ones(1)})["a"])
     ['down']
     """
-    short = {long: part for part, long in LORA_PARTS.items()}
+    short = {long: part for part, long in _PEFT_NAMES.items()}
     found: dict[str, dict[str, torch.Tensor]] = {}
     for name in sorted(parameters):
         if match := _PARAMETER.fullmatch(name):

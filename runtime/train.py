@@ -36,7 +36,7 @@ from wangen.runtime.training import checkpoint
 from wangen.runtime.training.announcing import announce
 from wangen.runtime.training.checkpoint import TrainingState
 from wangen.runtime.training.facts import BEFORE, FIRST_LOSS, LAST_LOSS, LOOKED, SCHEDULE_FREE
-from wangen.runtime.training.loading import is_crowded, load_trainee, require_room
+from wangen.runtime.training.loading import is_crowded, load_trainee, require_room_to_save
 from wangen.runtime.training.loop import train_to_end
 from wangen.runtime.training.out_of_memory import enough_memory_for
 from wangen.runtime.training.parallel import chosen_way, in_parts, mesh_of, require_parallel
@@ -158,7 +158,7 @@ def _run_alone(options: Train, asked: Train, free: int | None, device: torch.dev
     if plan.may_have_seen:
         log.warning("  what is held out now may have been trained on before, in an earlier part of the run or by the "
                     "LoRA that it starts from: its loss is no proof of what was learned")  # fmt: skip
-    require_room(plan)
+    require_room_to_save(plan)
     log.info('  live in a browser: "%s" -m wangen.runtime watch --output_dir "%s"', sys.executable,
              options.output_dir.absolute())  # fmt: skip
     # Prompts are encoded before the model loads.

@@ -349,7 +349,7 @@ ROOM = {
 def test_the_room_that_is_asked_for_holds_what_a_run_leaves_there(tiny_run, tmp_path, files, name, monkeypatch):
     monkeypatch.undo()  # here the model loads
     asked = []
-    monkeypatch.setattr(train, "require_room", lambda plan: asked.append(room_needed(plan)))
+    monkeypatch.setattr(train, "require_room_to_save", lambda plan: asked.append(room_needed(plan)))
     start = {"network_weights": files["rank 8"]} if name == "rank of a file" else {}
     options = tiny_run.options(tmp_path, max_train_steps=4, **start, **ROOM[name])
     train.run(options)

@@ -5,6 +5,7 @@ shapes are checked against the file, so that a download cut short is found here 
 A header says where each tensor lies: reading one is one `seek` and one `readinto`, whatever the format.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
@@ -30,6 +31,9 @@ DTYPE_BITS = {
 }
 WHOLE = ("I8", "I16", "I32", "I64", "U8", "BOOL")
 """Dtypes that no weight is stored in: a quantisation that is not known here uses them."""
+
+Shapes = Mapping[str, tuple[int, ...]]
+"""A tensor's name -> its shape."""
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ import torch
 
 from wangen import profiles
 from wangen.generator.steps import Train
-from wangen.runtime.training.loading import require_room
+from wangen.runtime.training.loading import require_room_to_save
 from wangen.runtime.training.optim import try_out
 from wangen.runtime.training.plan import Plan, num_steps_of, plan_experts
 from wangen.runtime.training.refusals import MANY_STEPS, refuse_anywhere, resolved
@@ -24,7 +24,7 @@ def require_trainable(options: Train, num_batches: int, to_cache: Mapping[Path, 
         to_cache: for each cache folder the bytes that caching will write, which may need the same disk.
 
     Raises:
-        WangenError: as for `refuse` and `require_room`.
+        WangenError: as for `refuse` and `require_room_to_save`.
     """
     model = profiles.model(options.task)
     options = resolved(replace(options, vram=None), model, None)
@@ -40,4 +40,4 @@ def require_trainable(options: Train, num_batches: int, to_cache: Mapping[Path, 
         replace(expert, num_steps=0 if number else num_steps)
         for number, expert in enumerate(plan_experts(options, model, MANY_STEPS))
     )
-    require_room(Plan(options, model, [], [], steps_per_epoch, tuple(experts), {}), to_cache)
+    require_room_to_save(Plan(options, model, [], [], steps_per_epoch, tuple(experts), {}), to_cache)

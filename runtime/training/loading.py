@@ -222,7 +222,7 @@ def as_here(state: ExpertState, expert: str, sharded: "ShardedWeights | None") -
     )
 
 
-def require_room(plan: Plan, to_cache: Mapping[Path, int] = MappingProxyType({})) -> None:
+def require_room_to_save(plan: Plan, to_cache: Mapping[Path, int] = MappingProxyType({})) -> None:
     """Refuse a disk that cannot hold what the run will save, and folders of it that cannot be written.
 
     Args:

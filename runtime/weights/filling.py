@@ -12,7 +12,7 @@ from torch.overrides import TorchFunctionMode
 
 from wangen.generator.companions import Contents, sort_out
 from wangen.generator.errors import WangenError
-from wangen.generator.formats import WHOLE, Header, TensorInfo
+from wangen.generator.formats import WHOLE, Header, Shapes, TensorInfo
 from wangen.runtime.weights.quantized import (
     fp8_layer,
     is_quantized,
@@ -23,7 +23,6 @@ from wangen.runtime.weights.quantized import (
 
 OTHER_FILE = "download the file again, or give the original, ComfyUI, GGUF or diffusers form of the model"
 
-Shapes = Mapping[str, tuple[int, ...]]
 Model = TypeVar("Model", bound=nn.Module)
 
 

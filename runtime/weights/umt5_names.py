@@ -6,9 +6,10 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from wangen.generator.errors import WangenError
+from wangen.generator.formats import Shapes
 
 if TYPE_CHECKING:
-    from wangen.runtime.weights.filling import Checkpoint, Shapes
+    from wangen.runtime.weights.filling import Checkpoint
 
 # What stands behind `blocks.N.` in the official files, and `enc.blk.N.` in GGUF -> behind `encoder.block.N.`
 OFFICIAL_NAMES = {
@@ -79,7 +80,7 @@ class Umt5Sizes:
     num_heads: int
     num_buckets: int
 
-    def shapes(self) -> "Shapes":
+    def shapes(self) -> Shapes:
         """What every tensor of such an encoder is, by transformers' names."""
         inner = self.num_heads * self.head_dim
         shapes: dict[str, tuple[int, ...]] = {EMBEDDING: (self.vocabulary, self.dim), FINAL_NORM: (self.dim,)}
