@@ -63,7 +63,7 @@ class Linears(NamedTuple):
     ups: list[Tensor]
 
 
-class Adapter(NamedTuple):
+class AdapterNumbers(NamedTuple):
     """What of a layer's adapter is no tensor: the number of the layer in its group, and so on."""
 
     layer: int
@@ -77,7 +77,7 @@ class Widths(NamedTuple):
 
     outputs: tuple[int, ...]
     are_joined: bool
-    adapters: tuple[Adapter, ...]
+    adapters: tuple[AdapterNumbers, ...]
 
 
 Groups = Mapping[str, Sequence[Group]]
@@ -269,7 +269,7 @@ def _norms(module: WanTransformerBlock) -> Norms:
 def _widths(group: Group) -> Widths:
     assert group.frozen is not None
     adapters = [
-        Adapter(layer, one.down.shape[0], one.scale, one.down.requires_grad or one.up.requires_grad)
+        AdapterNumbers(layer, one.down.shape[0], one.scale, one.down.requires_grad or one.up.requires_grad)
         for layer, one in group.adapters.present
     ]
     outputs = tuple(layer.out_features for layer in group.frozen.layers)

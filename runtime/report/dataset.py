@@ -2,13 +2,12 @@
 
 import io
 import statistics
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import chdir
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import chain, islice, zip_longest
 from pathlib import Path
-from typing import Any
 
 from wangen import profiles
 from wangen.generator.errors import WangenError, many
@@ -165,11 +164,7 @@ def _picture(sample: Sample) -> Picture:
 
 def _cache(samples: Sequence[Sample]) -> list[tuple[str, str, str, int, int]]:
     groups: dict[tuple[str, str, str], list[int]] = {}
-    for entry in _entries(by_cache_folder(samples)):
+    for entry in chain.from_iterable(Folder(path).all_entries for path in by_cache_folder(samples)):
         groups.setdefault((entry.kind, entry.encoder.identity[:8], entry.encoder.dtype), []).append(entry.num_bytes)
     order = sorted(groups, key=lambda group: (KINDS.index(group[0]), group))
     return [(*group, len(groups[group]), sum(groups[group])) for group in order]
-
-
-def _entries(folders: Iterable[Path]) -> Iterable[Any]:
-    return chain.from_iterable(Folder(path).all_entries for path in folders)

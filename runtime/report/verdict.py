@@ -78,7 +78,8 @@ def _by_evaluation(found: Evaluation) -> Verdict:
         headline = f"No checkpoint is clearly better than the base; the nearest to it is {best.name}."
     against = [*_against(found, best.name), *_later_is_worse(found)]
     use = file_names(best) if level != "bad" and best.mean_loss < found.mean_base else ()
-    return Verdict(level, headline, use, f"the evaluation of {_checkpoints(found)}", tuple(because), tuple(against))
+    basis = f"the evaluation of {many(len(found.checkpoints), 'checkpoint')}"
+    return Verdict(level, headline, use, basis, tuple(because), tuple(against))
 
 
 def _as_it_is_now(verdict: Verdict, run: RunFiles, found: Evaluation) -> Verdict:
@@ -95,10 +96,6 @@ def _as_it_is_now(verdict: Verdict, run: RunFiles, found: Evaluation) -> Verdict
         on = f"training went on to step {last} since: what came after step {max(judged)} was not judged"
         return replace(verdict, against=(on, *verdict.against))
     return verdict
-
-
-def _checkpoints(found: Evaluation) -> str:
-    return many(len(found.checkpoints), "checkpoint")
 
 
 def _percent(value: float, base: float) -> str:
