@@ -213,7 +213,7 @@ def test_the_best_is_chosen_anew_when_it_is_judged_at_other_points(tiny_run, tmp
     state = checkpoint.newest(tmp_path / "lora-state")
     facts = json.loads((state / "state.json").read_text())
     facts["facts"]["best"][""]["loss"] = 0.0  # as good as nothing at other points can be
-    (state / "state.json").write_text(json.dumps(facts))
+    (state / "state.json").write_text(json.dumps({**facts, "checksums": {}}))
     before = (tmp_path / "lora-best.safetensors").read_bytes()
     report = train.run(replace(options, max_train_steps=4, validation_timesteps=3))
     assert report.result["best"][""]["step"] == 4
@@ -278,7 +278,7 @@ def test_the_best_of_a_line_that_begins_elsewhere_is_its_own(tiny_run, tmp_path)
     state = checkpoint.newest(tmp_path / "one" / "lora-state")
     facts = json.loads((state / "state.json").read_text())
     facts["facts"]["best"][""]["loss"] = 0.0
-    (state / "state.json").write_text(json.dumps(facts))
+    (state / "state.json").write_text(json.dumps({**facts, "checksums": {}}))
     other = replace(options, output_dir=tmp_path / "two", resume=state, max_train_steps=4, save_every_n_steps=2)
     assert train.run(other).result["best"][""]["step"] == 4
     assert names(tmp_path / "two") == ["lora-best.safetensors", "lora.safetensors"]

@@ -310,6 +310,32 @@ def test_a_byte_that_changed_in_a_state_is_named_with_the_way_on(tiny_run, tmp_p
     assert "remove this folder" in str(error.value)
 
 
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda manifest: manifest["experts"][""].update(step=3),
+        lambda manifest: manifest["facts"].update(first_loss=0.5),
+        lambda manifest: manifest["fingerprint"].update(seed="7"),
+        lambda manifest: manifest["checksums"].update({"adapter.safetensors": 1}),
+    ],
+)
+def test_a_state_that_says_something_else_than_was_written_is_none(tiny_run, tmp_path, caplog, change):
+    options = tiny_run.options(tmp_path, max_train_steps=4, save_every_n_steps=2, save_state=True)
+    train.run(options)
+    folder = state_folder(options)
+    file = folder / "step-00000004" / "state.json"
+    text = file.read_text()
+    manifest = json.loads(text)
+    change(manifest)
+    file.write_text(json.dumps(manifest, indent=1, sort_keys=True))
+    assert checkpoint.newest(folder).name == "step-00000002"
+    with caplog.at_level("WARNING", "wangen"):
+        checkpoint.require_own_format(folder)
+    assert "step-00000004 is damaged or of another version: going on from step-00000002" in caplog.text
+    file.write_text(json.dumps(json.loads(text)))
+    assert checkpoint.newest(folder).name == "step-00000004", "other blanks, the same words"
+
+
 def test_a_state_of_an_earlier_version_has_no_checksums(tiny_run, tmp_path):
     options = tiny_run.options(tmp_path, max_train_steps=2)
     train.run(options)

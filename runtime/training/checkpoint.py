@@ -30,6 +30,7 @@ from wangen.runtime.training.state_manifest import (
     content_of,
     files_of,
     is_to_be_kept,
+    manifest_text,
     read_manifest,
     states_in,
 )
@@ -183,7 +184,7 @@ def complete(staging: Path, manifest: Mapping[str, Any]) -> Path:
         manifest = {**manifest, "keep": True}  # the same step once more, with what an interrupt had left undone
     files = (path for path in sorted(staging.rglob("*")) if path.is_file())
     sizes = {path.relative_to(staging).as_posix(): path.stat().st_size for path in files}
-    write_text(staging / MANIFEST, json.dumps({**manifest, "files": sizes}, indent=1, sort_keys=True))
+    write_text(staging / MANIFEST, manifest_text({**manifest, "files": sizes}))
     for place in (staging, *(path for path in staging.rglob("*") if path.is_dir())):
         sync_folder(place)
     if final.exists():
@@ -258,8 +259,8 @@ def require_own_format(folder: Path) -> None:
                     cure="train with the version that made them, or begin again with --fresh",
                 )
     if states:
-        raise WangenError("these training states are damaged: files are missing or have other sizes", where=str(folder),
-                          cure="copy them here again, or begin again with --fresh")  # fmt: skip
+        raise WangenError("these training states are damaged: files are missing or not as they were written",
+                          where=str(folder), cure="copy them here again, or begin again with --fresh")  # fmt: skip
 
 
 def identity(path: Path) -> str:

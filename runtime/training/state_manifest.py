@@ -1,15 +1,17 @@
 """What a training state on disk says of itself, read from its manifest.
 
-A state folder is complete when its manifest is there and every file it lists has its size. That a disk does not answer
-is another thing than that there is no state: then nothing may begin at step 0, and nothing be removed.
+A state folder is complete when its manifest is there as it was written and every file it lists has its size. That a
+disk does not answer is another thing than that there is no state: then nothing may begin at step 0, and nothing be
+removed.
 """
 
 import json
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, TypeVar
+from zlib import crc32
 
 from wangen.generator.errors import WangenError, read_cure
 
@@ -46,17 +48,32 @@ def read_manifest(path: Path) -> dict[str, Any] | None:
     """
     with suppress(ValueError, RecursionError, LookupError, TypeError, AttributeError):
         manifest = json.loads(content_of(path / MANIFEST).decode())
+        checksums = manifest.setdefault("checksums", {})
+        as_written = checksums.get(MANIFEST) in (None, _checksum(manifest))  # states of earlier versions have none
         whole = all(_asked(path / name, _size, None) == size for name, size in manifest["files"].items())
         if manifest.setdefault("in_parts", False):
             parts = {f"{IN_PARTS}/.metadata"}
         else:
             parts = {file for name in manifest["experts"] for file in files_of(name).values()}
-        manifest.setdefault("checksums", {})
         told = all(isinstance(manifest[name], dict) for name in ("experts", "fingerprint", "facts", "checksums"))
         numbers = all(set(expert) == {"step", "numbers", "ema_updates"} for expert in manifest["experts"].values())
-        if manifest["format"] == FORMAT and whole and told and numbers and parts <= set(manifest["files"]):
+        whole = whole and as_written and parts <= set(manifest["files"])
+        if manifest["format"] == FORMAT and whole and told and numbers:
             return dict(manifest) if isinstance(manifest["step"], int) else None
     return None
+
+
+def manifest_text(manifest: Mapping[str, Any]) -> str:
+    """The text of a manifest, with a checksum of its own among those of its files."""
+    plain = json.loads(json.dumps(manifest))  # with the keys that it is read with
+    checksums = {**plain.get("checksums", {}), MANIFEST: _checksum(plain)}
+    return json.dumps({**plain, "checksums": checksums}, indent=1, sort_keys=True)
+
+
+def _checksum(manifest: Mapping[str, Any]) -> int:
+    """The CRC-32 of all that a manifest says but this one."""
+    others = {file: sum_ for file, sum_ in manifest.get("checksums", {}).items() if file != MANIFEST}
+    return crc32(json.dumps({**manifest, "checksums": others}, sort_keys=True).encode())
 
 
 def is_to_be_kept(path: Path) -> bool:
