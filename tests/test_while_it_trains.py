@@ -2,6 +2,7 @@
 
 import json
 import math
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,8 +17,9 @@ from wangen.generator.steps import CacheText
 from wangen.runtime import cache_text, train
 from wangen.runtime.continuations import Quality
 from wangen.runtime.lora_folder import told_by
-from wangen.runtime.training import continuing
+from wangen.runtime.training import continuing, watching
 from wangen.runtime.training.ranks import Ranks
+from wangen.runtime.training.throughput import Throughput
 from wangen.runtime.training.validation import Validation, is_better
 
 
@@ -50,6 +52,27 @@ def test_a_run_that_is_looked_at_ends_with_the_same_bytes(tiny_run: TinyRun, tmp
     means = {line["step"]: line["validation"]["mean_adapter"] for line in lines if "validation" in line}
     assert sorted(means) == [0, 1, 2, 3, 4]
     assert (tmp_path / "watched" / "lora-best.safetensors").is_file()
+
+
+def test_what_the_profiler_takes_is_no_time_of_a_step(tiny_run: TinyRun, tmp_path, monkeypatch):
+    now = 0.0
+
+    def clock() -> float:
+        nonlocal now
+        now += 0.001
+        return now
+
+    def slow_step(self: torch.profiler.profile) -> None:
+        nonlocal now
+        now += 60  # as long as starting it and writing a trace may take
+        step(self)
+
+    step = torch.profiler.profile.step
+    monkeypatch.setattr(torch.profiler.profile, "step", slow_step)
+    monkeypatch.setattr(watching, "Throughput", partial(Throughput, clock=clock))
+    speed = train.run(tiny_run.options(tmp_path, max_train_steps=3, profile=True)).result["speed"]
+    lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert max(speed["s_per_step"], *(line["s_per_step"] for line in lines if "loss" in line)) < 1
 
 
 @pytest.mark.parametrize(("loss", "average", "lowest"), [

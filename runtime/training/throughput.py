@@ -231,13 +231,18 @@ def peak_memory_bytes(device: torch.device) -> int | None:
 
 
 @contextlib.contextmanager
-def profiled(folder: Path | None, start: int = 0) -> Iterator[Callable[[], None]]:
+def profiled(
+    folder: Path | None,
+    start: int = 0,
+    paused: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext,
+) -> Iterator[Callable[[], None]]:
     """Write one torch trace of the third to the fifth step from here; the caller calls what this yields after each.
 
     Args:
         folder: `trace/steps-3-5.json.gz` is written into it, for chrome://tracing or https://ui.perfetto.dev, named by
             the run's steps, of a shorter run with its own last step; None profiles nothing.
         start: how many steps the run has done.
+        paused: around what the profiler takes between two steps: starting it and writing may take many seconds.
     """
     if folder is None:
         yield lambda: None
@@ -265,7 +270,8 @@ def profiled(folder: Path | None, start: int = 0) -> Iterator[Callable[[], None]
         def after_step() -> None:
             nonlocal done
             done += 1
-            profiler.step()
+            with paused():
+                profiler.step()
 
         yield after_step
     if done < first:

@@ -109,7 +109,7 @@ class Watching:
 
     def __enter__(self) -> "Watching":
         trace = self._options.output_dir if self._options.profile and self._ranks.is_first else None
-        self._profile = self._stack.enter_context(profiled(trace, self._step))
+        self._profile = self._stack.enter_context(profiled(trace, self._step, self._rates.paused))
         return self
 
     def __exit__(
