@@ -138,8 +138,9 @@ def _begin(training: Run, watching: Watching, interrupt: Interrupt) -> bool:
     with enough_memory_for(training.plan, training.device, _LOOKING):
         whole = watching.begin(training, interrupt)
     if again:  # else a start after this one would do once more what was left then
-        save_state(training)
-        settle_state(training)
+        with watching.paused():
+            save_state(training)
+            settle_state(training)
     if not whole:
         training.ranks.meet()  # as at the end of a run
     return whole
