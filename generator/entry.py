@@ -14,8 +14,8 @@ OVERVIEW = __file__.removesuffix("entry.py") + "overview.txt"
 def begin_module() -> None:
     """What comes first in `python -m wangen.runtime`, and nothing where somebody imports that.
 
-    Ctrl-C is heard from here on; until a step begins it would else end in a traceback. `python -m wangen.runtime.train`
-    ends here: it would load a module, do nothing, and succeed.
+    Ctrl-C and SIGTERM are heard from here on; until a step begins the first would else end in a traceback.
+    `python -m wangen.runtime.train` ends here: it would load a module, do nothing, and succeed.
     """
     if sys.argv[:1] != ["-m"]:  # Python looks for a module to run
         return
@@ -23,17 +23,18 @@ def begin_module() -> None:
     first = next((word for word in words if word.startswith("-m")), "")
     named = first[2:] or next(words, "")
     if named == "wangen.runtime":
-        _hear_ctrl_c()
+        _hear_stops()
     elif named.startswith("wangen.runtime.") and named != "wangen.runtime.doctor":
         sys.stderr.write(f"wangen: {named} is no program\n  do:    python -m wangen.runtime STEP, train for example\n")
         sys.exit(2)
 
 
-def _hear_ctrl_c() -> None:
-    """Have Ctrl-C end the process with a message until a step begins, which has its own way to stop."""
+def _hear_stops() -> None:
+    """Have Ctrl-C and SIGTERM end the process with a message until a step begins, which has its own way to stop."""
     import signal
 
-    signal.signal(signal.SIGINT, end_at_once)
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, end_at_once)
 
 
 def _fill_streams() -> None:
@@ -53,7 +54,7 @@ def entry() -> None:
         return
     # The Pythons that this one starts look for no module in the working folder either, whoever filled it.
     os.environ["PYTHONSAFEPATH"] = "1"
-    _hear_ctrl_c()
+    _hear_stops()
     import io
     import signal
 
@@ -66,8 +67,10 @@ def entry() -> None:
     stop_with_launcher()
     from wangen.generator.cli import main
 
-    signal.signal(signal.SIGINT, stop)
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, stop)
     code = main()
+    signal.signal(signal.SIGTERM, lambda *_: os._exit(code))  # a second one, while the first one's end is under way
     try:
         if sys.stdout:  # it may be closed (`>&-`)
             sys.stdout.flush()

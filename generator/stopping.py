@@ -12,7 +12,7 @@ PR_SET_PDEATHSIG = 1
 
 
 def stop(signal_number: int, frame: FrameType | None) -> None:
-    """Ctrl-C, and SIGTERM in a step: a KeyboardInterrupt, except while libraries are imported.
+    """Ctrl-C and SIGTERM: a KeyboardInterrupt, except while libraries are imported.
 
     An import that is broken off leaves a library half made; some swallow the interrupt, others end in a traceback about
     something else. Nothing is open at such a moment, so the process just ends, with the message and the exit code.

@@ -8,9 +8,11 @@ part is the product's own; run again, each says what it skipped.
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from importlib.metadata import distributions
 from importlib.resources import as_file, files
 from pathlib import Path
@@ -178,16 +180,21 @@ def _run_script(target: Target) -> int:
 
 
 def _call(command: list[str], folder: Path) -> int:
-    """Run a command to its end and return its exit code; Ctrl-C reaches it too, and it answers for both."""
+    """Run a command to its end and return its exit code; Ctrl-C reaches it too, and it answers for both.
+
+    A kill of this process is handed on to it: else it would go on alone.
+    """
     environment = os.environ | {"WANGEN_PYTHON": sys.executable, "WANGEN_NO_PAUSE": "1"}
     # At these sizes threads wait for each other longer than they compute, and far longer on a busy machine.
     environment.setdefault("OMP_NUM_THREADS", "1")
     with subprocess.Popen(command, cwd=folder, env=environment) as process:
-        while True:
-            try:
-                return process.wait()
-            except KeyboardInterrupt:
-                continue
+        before = signal.signal(signal.SIGTERM, lambda *_: process.terminate())
+        try:
+            while True:
+                with suppress(KeyboardInterrupt):
+                    return process.wait()
+        finally:
+            signal.signal(signal.SIGTERM, before)
 
 
 def _generate(target: Target, model: Model, loras: tuple[Path, ...], video: Path) -> int:

@@ -37,6 +37,26 @@ def finished(tmp_path_factory) -> Path:
     return root
 
 
+TOLD = """
+import signal, sys, time
+def told(*_):
+    sys.exit(7)
+signal.signal(signal.SIGTERM, told)
+print("begun", flush=True)
+time.sleep(60)
+"""
+
+
+def test_a_kill_of_the_demo_ends_what_it_runs(tmp_path):
+    code = f"import sys; from pathlib import Path; from wangen.runtime import demo\nfolder = Path({str(tmp_path)!r})\n"
+    code += f"sys.exit(demo._call([sys.executable, '-c', {TOLD!r}], folder))"
+    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout
+        assert process.stdout.readline() == "begun\n"
+        process.terminate()
+        assert process.wait(30) == 7
+
+
 def reports(root: Path) -> dict:
     return {
         path.name.removesuffix(".report.json"): json.loads(path.read_text(encoding="utf-8"))

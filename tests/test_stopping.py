@@ -96,23 +96,44 @@ AT_MOMENT = """
 import os, signal, sys
 def at(event, args):
     if moment in (event, *map(str, args[:1])) or (event == "exec" and args[0].co_filename.endswith(moment)):
-        signal.raise_signal(signal.SIGINT)
+        signal.raise_signal(int(os.environ["NUMBER"]))
 moment = os.environ["MOMENT"]
 sys.addaudithook(at)
 """
 
 
 @pytest.mark.skipif(os.name == "nt", reason="Windows starts another Python in a virtual environment")
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 @pytest.mark.parametrize("moment", ["wangen.runtime.memory", "wangen.generator.target", "wangen.profiles", "click",
                                     "runtime/memory/allocator.py", "runtime/__main__.py", "click.core"])  # fmt: skip
-def test_ctrl_c_while_a_step_is_starting_is_one_message(tmp_path, moment):
+def test_a_stop_while_a_step_is_starting_is_one_message(tmp_path, moment, number):
     """Also between imports, where nothing that is broken off catches it."""
     (tmp_path / "sitecustomize.py").write_text(AT_MOMENT)
     ended = subprocess.run(
         [sys.executable, "-m", "wangen.runtime", "train", "--help"], capture_output=True, text=True,
-        env=os.environ | {"PYTHONPATH": str(tmp_path), "MOMENT": moment},
+        env=os.environ | {"PYTHONPATH": str(tmp_path), "MOMENT": moment, "NUMBER": str(int(number))},
     )  # fmt: skip
     assert (ended.returncode, ended.stderr) == (WAS_STOPPED, f"wangen: {STOPPED}\n")
+
+
+STOPS_TWICE = """
+import atexit, signal
+from wangen.generator import cli, entry
+def stopped():
+    try:
+        signal.raise_signal(signal.SIGTERM)
+    except KeyboardInterrupt:
+        return 130
+cli.main = stopped
+atexit.register(signal.raise_signal, signal.SIGTERM)
+entry.entry()
+"""
+
+
+@pytest.mark.skipif(os.name == "nt", reason="Windows has no SIGTERM from outside")
+def test_a_second_sigterm_while_the_process_ends_changes_no_exit_code(tmp_path):
+    """As of a group that is told as a whole and by its launcher; and outside of a step it is heard, too."""
+    assert subprocess.run([sys.executable, "-c", STOPS_TWICE, "plan"], cwd=tmp_path).returncode == WAS_STOPPED
 
 
 def test_who_imports_the_runtime_keeps_a_ctrl_c_of_their_own(tmp_path):
