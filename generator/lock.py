@@ -201,6 +201,8 @@ def _take(path: Path, mine: Owner, does: str, wait_s: float, *, from_here: bool)
     except OSError as error:
         cure = _IN_THE_WAY.get(error.errno or 0, "free space or fix the folder's rights")
         raise WangenError(f"cannot write the lock file: {error.strerror}", where=str(path), cure=cure) from None
+    if path.is_symlink():  # to nowhere: it can neither be read nor made
+        raise _no_lock(path)
     raise TakenOverError("another run took the lock at the same moment", where=str(path), cure="wait for it to end")
 
 

@@ -211,6 +211,14 @@ def test_a_file_of_the_users_is_no_lock_and_stays(path, text):
     assert path.read_text() == text
 
 
+@pytest.mark.skipif(os.name == "nt", reason="links need rights on Windows")
+def test_a_link_to_nowhere_is_no_lock_and_nobody_is_waited_for(tmp_path):
+    (tmp_path / "run.lock").symlink_to("nowhere")
+    with pytest.raises(WangenError, match="no lock is in the place of the lock"), hold(tmp_path / "run.lock"):
+        pass
+    assert (tmp_path / "run.lock").is_symlink()
+
+
 @pytest.mark.parametrize("pid", [0, -1, 2**40, 2**70])
 def test_no_process_has_such_an_id(path, pid):
     write(path, owner((pid, 1.0)))
