@@ -240,7 +240,8 @@ def write_new(path: Path, chunks: Iterable[bytes | memoryview], mode: int | None
             file.flush()
             os.fsync(file.fileno())
         if mode is not None:
-            path.chmod(mode)
+            with suppress(OSError):  # on a share or a stick that another user has mounted all files have its rights
+                path.chmod(mode)
         whole = True
     finally:
         if not whole:

@@ -105,6 +105,17 @@ def test_the_rights_are_those_that_were_asked_for(tmp_path):
     assert (tmp_path / "a.sh").stat().st_mode & 0o777 == 0o755
 
 
+def test_rights_that_a_file_system_does_not_give_are_done_without(tmp_path, monkeypatch):
+    """As to a user who does not own what is mounted: a FAT stick, a share of Windows."""
+
+    def refused(*_words, **_named):
+        raise PermissionError(errno.EPERM, os.strerror(errno.EPERM))
+
+    monkeypatch.setattr(os, "chmod", refused)
+    files.write_whole(tmp_path / "a.sh", [b"x"], mode=0o755)
+    assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == {"a.sh": b"x"}
+
+
 @posix
 def test_what_is_no_file_is_not_waited_for(tmp_path):
     os.mkfifo(tmp_path / "pipe")
