@@ -55,9 +55,12 @@ def entry() -> None:
     # The Pythons that this one starts look for no module in the working folder either, whoever filled it.
     os.environ["PYTHONSAFEPATH"] = "1"
     _hear_stops()
+    import atexit
     import io
     import signal
 
+    # When all that may hang has ended; Python itself would take its handler away, and a second one would be the end.
+    atexit.register(signal.signal, signal.SIGTERM, signal.SIG_IGN)
     _fill_streams()
     for stream in (sys.stdout, sys.stderr):  # a name that the terminal's encoding lacks is shown, not an error
         if isinstance(stream, io.TextIOWrapper):

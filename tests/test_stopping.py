@@ -117,23 +117,31 @@ def test_a_stop_while_a_step_is_starting_is_one_message(tmp_path, moment, number
 
 
 STOPS_TWICE = """
-import atexit, signal
+import atexit, os, signal
 from wangen.generator import cli, entry
+class Late:
+    def __del__(self, kill=os.kill, own=os.getpid()):
+        kill(own, 15)
 def stopped():
     try:
         signal.raise_signal(signal.SIGTERM)
     except KeyboardInterrupt:
         return 130
 cli.main = stopped
-atexit.register(signal.raise_signal, signal.SIGTERM)
+if os.environ["MOMENT"] == "last":
+    late = Late()
+else:
+    atexit.register(signal.raise_signal, signal.SIGTERM)
 entry.entry()
 """
 
 
 @pytest.mark.skipif(os.name == "nt", reason="Windows has no SIGTERM from outside")
-def test_a_second_sigterm_while_the_process_ends_changes_no_exit_code(tmp_path):
+@pytest.mark.parametrize("moment", ["first", "last"])
+def test_a_second_sigterm_while_the_process_ends_changes_no_exit_code(moment):
     """As of a group that is told as a whole and by its launcher; and outside of a step it is heard, too."""
-    assert subprocess.run([sys.executable, "-c", STOPS_TWICE, "plan"], cwd=tmp_path).returncode == WAS_STOPPED
+    line = [sys.executable, "-c", STOPS_TWICE, "plan"]
+    assert subprocess.run(line, env=os.environ | {"MOMENT": moment}).returncode == WAS_STOPPED
 
 
 def test_who_imports_the_runtime_keeps_a_ctrl_c_of_their_own(tmp_path):
