@@ -96,6 +96,16 @@ def words(shell, text):
     ("sh", 'go() { echo; }\nset -- a "b c"\npython wan_train_network.py "$@"\n', ["a", "b c"]),
     ("sh", 'go() (\n  echo\n)\npython wan_train_network.py "$@" b\n', ["b"]),
     ("sh", 'go() { go "$@"; python wan_train_network.py "$@"; }\n', [MORE]),
+    ("sh", 'go() {\n  local name="$1"\n  shift\n  python wan_train_network.py "$@"\n}\ngo "My run" --b "c d"\n',
+     ["--b", "c d"]),
+    ("sh", 'go() {\n  while [ $# -gt 3 ]; do shift; done\n  python wan_train_network.py "$@"\n}\ngo a b\n', [MORE]),
+    ("sh", ': "${A:=/x y}" ${B:=z}\npython wan_train_network.py "$A" $B\n', ["/x y", "z"]),
+    ("sh", "((N = 3 * 2)); let M=4; printf -v P %d 5\npython wan_train_network.py $N $M $P\n", [UNKNOWN] * 3),
+    ("sh", "(( 1 << 2 ))\npython wan_train_network.py --a > >(tee log) 2> >(tee err >&2) --b\n", ["--a", "--b"]),
+    ("sh", 'C="python wan_train_network.py --a \\"b c\\""\nif ! eval "$C"; then exit 1; fi\n', ["--a", "b c"]),
+    ("sh", "srun bash -c 'cd /x && python wan_train_network.py --a \"b c\"'\n", ["--a", "b c"]),
+    ("sh", "X=$(\n  # don't\n  ls\n)\npython wan_train_network.py --a `# it's` --b\n", ["--a", "--b"]),
+    ("sh", "X=$(cat <<'E F'\nit's 1)\nE F\n)\nY=$(grep '\\' x)\npython wan_train_network.py --a\n", ["--a"]),
     ("bat", 'set "A=x y"\nset B=z\npython wan_train_network.py "%A%" %B% 100%% ^\n  "a\\\\" b^&c >log 2>&1\n',
      ["x y", "z", "100%", "a\\", "b&c"]),
     ("bat", 'python wan_train_network.py "a\\" --b c"\n', ['a" --b c']),
@@ -120,7 +130,18 @@ BASH_LINES = [
     "$'q r' $\"s t\" ~x {a,b \"\\a\\$\\`\" '$A' a#b >out 2>&1 c",
     'é\u00a0x "" \'\' x=y=z ! \\\\ "a\nb"',
     "$Aé \"$A\"$A'$A'",
+    "$'it\\'s\\t\\x41\\101\\\\' 2> >(cat >&2) `# it's` \"${U:=1 2}\" $U z",
 ]
+
+
+@pytest.mark.parametrize(("shell", "line"), [
+    ("sh", "A=$A$A"), ("sh", 'A=("${A[@]}" "${A[@]}")'), ("bat", "set A=%A%%A%"), ("ps1", "$A = @($A; $A)"),
+])  # fmt: skip
+def test_a_variable_made_of_itself_has_an_end(shell, line):
+    start = {"sh": "A=x y", "bat": "set A=x y", "ps1": "$A = @('x', 'y')"}[shell]
+    use = {"sh": "${A[@]}", "bat": "%A%", "ps1": "@A"}[shell]
+    text = "\n".join([start, *[line] * 60, f"python wan_train_network.py --a {use}\n"])
+    assert words(shell, text)[0] == "--a"
 
 
 @needs_bash

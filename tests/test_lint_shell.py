@@ -311,6 +311,15 @@ def test_pythons_that_are_an_environment_of_their_own(runner):
     assert findings("sh", text) == []
 
 
+@pytest.mark.parametrize(
+    "head", ["source settings.env\n", 'while getopts "o:" x; do case $x in o) OUT=$OPTARG;; esac; done\n']
+)
+def test_a_variable_that_something_else_sets_is_not_undefined(head):
+    text = script("sh", train={"network_dim": '"$OUT"', "seed": '"$SLURM_ARRAY_JOB_ID"'})
+    assert findings("sh", text.replace("source venv", f"{head}source venv")) == []
+    assert {"undefined"} == {found.kind for found in findings("sh", text)}
+
+
 def test_what_is_only_printed_is_no_call():
     printed = "python wan_train_network.py --bad\n"
     more = {"sh": f"echo {printed}", "bat": f"echo {printed}rem {printed}", "ps1": f"Write-Host {printed}"}

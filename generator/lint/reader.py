@@ -25,6 +25,10 @@ Value = str | tuple[Word, ...]
 """What a variable holds: a text, or the words of an array."""
 
 
+_MOST = 20_000
+"""Characters or words of a variable: one that is made of itself again and again has no end."""
+
+
 class Scope:
     """The variables that a script has set so far.
 
@@ -44,6 +48,8 @@ class Scope:
         In a `branch` an empty list stays empty, and so does an empty text that would become a flag: that is what the
         script does when it is just run.
         """
+        if len(value) > _MOST:
+            value = UNKNOWN
         before = self._values.get(self._key(name))
         if branch and (before == () or (before == "" and str(value).startswith("--"))):
             return

@@ -291,10 +291,26 @@ def _with_given(script: Script, words: list[Word], functions: tuple[str, ...]) -
         functions: that function behind those that it calls.
     """
     uses = [command for command in script.commands if command.words and command.words[0].text == functions[-1]]
-    if len(uses) != 1 or uses[0].function in functions or not any(word.text == MORE for word in words):
+    shifted = _shifted(script, functions[-1])
+    once = len(uses) == 1 and uses[0].function not in functions and shifted is not None
+    if not once or not any(word.text == MORE for word in words):
         return words
-    given = _with_given(script, uses[0].words[1:], (*functions, uses[0].function))
+    given = _with_given(script, uses[0].words[1:], (*functions, uses[0].function))[shifted:]
     return [one for word in words for one in (given if word.text == MORE and word.raw else [word])]
+
+
+def _shifted(script: Script, function: str) -> int | None:
+    """How many of its words a function takes off with `shift`; None when only the running script knows."""
+    body = [command for command in script.commands if command.function == function]
+    outermost = min((command.depth for command in body), default=0)
+    number = 0
+    for command in body:
+        if command.words and command.words[0].text == "shift":
+            count = command.words[1].text if len(command.words) > 1 else "1"
+            if not count.isdecimal() or command.before in ("&&", "||") or command.depth > outermost:
+                return None
+            number += int(count)
+    return number
 
 
 def call_of(command: Command) -> Call | None:

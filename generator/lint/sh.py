@@ -4,24 +4,33 @@ Nothing is run. Functions and branches are read in the order of the text, so tha
 """
 
 import re
+from collections.abc import Iterable
 from dataclasses import replace
 
 from wangen.generator.lint.reader import Reader, Value
 from wangen.generator.lint.script import HERE, MORE, UNKNOWN, Command, Word
-
-KNOWN = re.findall(
-    r"\S+",
-    "HOME PATH USER LOGNAME PWD OLDPWD SHELL TMPDIR TEMP TMP HOSTNAME LANG LC_ALL UID EUID RANDOM SECONDS TERM "
-    "DISPLAY VIRTUAL_ENV CONDA_PREFIX CONDA_DEFAULT_ENV LD_LIBRARY_PATH CUDA_HOME CUDA_VISIBLE_DEVICES HF_HOME "
-    "HF_TOKEN BASH_VERSION PYTHONPATH OSTYPE LINENO PPID IFS SLURM_JOB_ID SLURM_NODEID SLURM_PROCID "
-    "SLURM_ARRAY_TASK_ID SLURM_SUBMIT_DIR SLURM_NNODES SLURM_TMPDIR WANGEN_PYTHON BASH_SOURCE FUNCNAME "
-    "PIPESTATUS",
+from wangen.generator.lint.sh_text import (
+    KNOWN,
+    arithmetic,
+    behind,
+    changed,
+    closing,
+    given_text,
+    join_fields,
+    set_by,
+    substituted,
+    takes_in,
+    unescaped,
 )
+
 KEYWORDS = {"if", "then", "elif", "else", "while", "until", "do", "!", "{", "}", "time", "exec", "nohup", "sudo", "env"}
 _OPERATOR = re.compile(r"&&|\|\||;;|;|\|&?|&(?!>)|[()]")
 _REDIRECT = re.compile(r"\d*(?:>>|>\||>&|>|<<<|<<-?|<&|<>|<)|&>>?")
 _ASSIGN = re.compile(r"([A-Za-z_][A-Za-z0-9_]*)(?:\[[^\]\n]*\])?(\+?)=")
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*|[0-9@*#?$!-]")
+_DEEPEST = 3
+"""Texts within texts that are read."""
+_ESCAPED = re.compile(r"\$'((?:[^'\\]|\\.)*)'", re.DOTALL)
 _LIST = re.compile(r'"?\$(?:@|\{@\}|\{(?P<name>[A-Za-z_]\w*)\[@\](?:[-+][^}"]*|:-)?\})"?(?=[\s;|&)<>]|$)')
 _OPTIONAL = re.compile(r'\$\{([A-Za-z_]\w*):?\+"\$\{?\1\}?"\}')
 _BRACED = re.compile(r"([A-Za-z_]\w*|[0-9@*])(\[[@*]\])?(?:(:?[-=+])(.*))?", re.DOTALL)
@@ -49,6 +58,10 @@ class _Reader(Reader):
         self.function = ""
         """The function that is being defined: its body comes next, or is open since the depth `body`."""
         self.body = 0
+        self.level = 0
+        """How many texts of `eval` and `bash -c` are around this one."""
+        self.elsewhere = False
+        """Another file was taken in, and may have set any variable."""
         self.positional: tuple[Word, ...] = ()
 
     def command(self) -> None:
@@ -60,6 +73,8 @@ class _Reader(Reader):
         start = self.position
         while self.position < len(self.text):
             self._blanks()
+            if self._arithmetic(words):
+                continue
             match = None if self.template() else _OPERATOR.match(self.text, self.position)
             if self.text.startswith("\n", self.position):
                 self.position += 1
@@ -82,7 +97,23 @@ class _Reader(Reader):
         match = re.compile(r"(?:[ \t]|\\\n)*(?:#[^\n]*)?").match(self.text, self.position)
         self.position = match.end() if match else self.position
 
+    def _arithmetic(self, words: list[Word]) -> bool:
+        """Read `((…))`, a command or what follows `for` or `if`; what it sets is known to the running script alone."""
+        inside = arithmetic(self.text, self.position)
+        if not inside or any(word.text not in KEYWORDS | _OPEN for word in words):
+            return False
+        self._set_unknown(changed(inside))
+        words.append(Word("((", self.lines.at(self.position), inside))
+        self.position += len(inside)
+        return True
+
+    def _set_unknown(self, names: Iterable[str]) -> None:
+        for name in names:
+            self.scope.set(name, UNKNOWN)
+
     def _redirect(self) -> bool:
+        if self.text.startswith(("<(", ">("), self.position):
+            return False
         match = None if self.template() else _REDIRECT.match(self.text, self.position)
         if not match:
             return False
@@ -95,9 +126,7 @@ class _Reader(Reader):
         return self.position > before or bool(match[0])
 
     def _skip_here_documents(self) -> None:
-        for end in self.here_documents:
-            match = re.compile(rf"^\t*{re.escape(end)}$", re.MULTILINE).search(self.text, self.position)
-            self.position = min(match.end() + 1, len(self.text)) if match else len(self.text)
+        self.position = behind(self.text, self.position, self.here_documents)
         self.here_documents = []
 
     def _assignment(self, words: list[Word]) -> bool:
@@ -149,6 +178,9 @@ class _Reader(Reader):
         start = self.position
         self.undefined = []
         self.lost = False
+        if self.text.startswith(("<(", ">("), start):
+            self.position = closing(self.text, start + 1)
+            return [Word(UNKNOWN, self.lines.at(start), self.text[start : self.position])]
         if split and (whole := _LIST.match(self.text, start)):
             return self._list(whole)
         fields = [""]
@@ -196,12 +228,16 @@ class _Reader(Reader):
             fields[-1] += value if isinstance(value, str) else MORE
             self.position = optional.end()
             return bool(value)
-        if self.text.startswith(("$'", '$"'), self.position):
+        if escaped := _ESCAPED.match(self.text, self.position):
+            fields[-1] += unescaped(escaped[1])
+            self.position = escaped.end()
+            return True
+        if self.text.startswith('$"', self.position):
             self.position += 1
             return False
         value = self._dollar()
         parts = [word.text for word in value] if isinstance(value, tuple) else [value]
-        _join(fields, [piece for part in parts for piece in part.split()] if split else [" ".join(parts)])
+        join_fields(fields, [piece for part in parts for piece in part.split()] if split else [" ".join(parts)])
         return False
 
     def _nothing(self, raw: str, line: int) -> list[Word]:
@@ -232,7 +268,7 @@ class _Reader(Reader):
                 self.position += 2
             elif character in "$`":
                 value = self._dollar()
-                _join(fields, [value] if isinstance(value, str) else [word.text for word in value])
+                join_fields(fields, [value] if isinstance(value, str) else [word.text for word in value])
             else:
                 fields[-1] += character
                 self.position += 1
@@ -244,12 +280,12 @@ class _Reader(Reader):
         if text[start] == "`":
             end = text.find("`", start + 1)
             self.position = len(text) if end < 0 else end + 1
-            return _substituted(text[start : self.position])
+            return substituted(text[start : self.position])
         following = text[start + 1 : start + 2]
         if following in ("(", "{"):
-            self.position = _closing(text, start + 1)
+            self.position = closing(text, start + 1)
             inside = text[start + 2 : self.position - 1]
-            return _substituted(inside) if following == "(" else self._braced(inside)
+            return substituted(inside) if following == "(" else self._braced(inside)
         name = _NAME.match(text, start + 1)
         self.position = name.end() if name else start + 1
         return self._lookup(name[0]) if name else "$"
@@ -263,7 +299,10 @@ class _Reader(Reader):
             value = self.scope.get(name)
             return "" if not value else value if default.strip('"') in (f"${name}", f"${{{name}}}") else MORE
         if operator and (name.isdigit() or self.scope.get(name) is None):
-            return default.strip("\"'") if "$" not in default else UNKNOWN
+            value = default.strip("\"'") if "$" not in default else UNKNOWN
+            if operator.endswith("="):
+                self.scope.set(name, value)
+            return value
         return self._lookup(name)
 
     def _lookup(self, name: str) -> Value:
@@ -272,6 +311,8 @@ class _Reader(Reader):
         if not name[0].isalpha() and name[0] != "_":
             return HERE + "/script" if name == "0" else UNKNOWN
         value = self.scope.get(name)
+        if value is None and (self.elsewhere or name.startswith("SLURM_")):
+            return UNKNOWN
         if value is None:
             self.undefined.append(name)
             return ""
@@ -290,9 +331,9 @@ class _Reader(Reader):
                 self._define(words[1].text)
                 words = words[1:]
             words = [] if keyword in ("for", "case", "select") else words[1:]
-        if words and words[0].text in ("read", "mapfile", "readarray"):
-            for word in words[1:]:
-                self.scope.set(word.text, UNKNOWN)
+        texts = [word.text for word in words]
+        self._set_unknown(set_by(texts))
+        self.elsewhere |= takes_in(texts)
         if words and words[0].text == "set" and not self.function:
             self._set_positional(words)
         if operator == "(" and len(words) == 1:
@@ -300,10 +341,32 @@ class _Reader(Reader):
             words = []
         if words or self.assigned:
             alone = self._set_for(words)
-            self.commands.append(Command(words, line, last, self.before, operator, self.depth, condition, False, alone,
-                                         self.function))  # fmt: skip
+            command = Command(words, line, last, self.before, operator, self.depth, condition, False, alone,
+                              self.function)  # fmt: skip
+            self.commands += self._inside(command) or [command]
             self.function = self.function if self.body else ""
         self.before = operator
+
+    def _inside(self, command: Command) -> list[Command]:
+        """The commands that `eval TEXT` or `bash -c TEXT` runs, each a command of the script in its lines."""
+        front, text = given_text(command.words)
+        if self.level > _DEEPEST or not re.search(r"wan_|wangen", text):
+            return []
+        reader = _Reader(text)
+        reader.level = self.level + 1
+        reader.scope, reader.positional, reader.elsewhere = self.scope, self.positional, self.elsewhere
+        while reader.position < len(text):
+            reader.command()
+        self.functions |= reader.functions
+        found = [
+            replace(inner, words=front + [replace(word, line=command.line) for word in inner.words], line=command.line,
+                    last=command.last, depth=command.depth + inner.depth, function=command.function,
+                    condition=command.condition or inner.condition)
+            for inner in reader.commands
+        ]  # fmt: skip
+        if found:
+            found[0].before, found[-1].after = command.before, command.after
+        return found
 
     def _define(self, name: str) -> None:
         self.functions.add(name)
@@ -335,37 +398,3 @@ class _Reader(Reader):
         for name, before in self.assigned.items():
             self.scope.put_back(name, before)
         return alone
-
-
-def _join(fields: list[str], parts: list[str]) -> None:
-    """Append the words of a variable: the first and the last one grow together with their neighbours."""
-    if parts:
-        fields[-1] += parts[0]
-        fields += parts[1:]
-
-
-def _substituted(inside: str) -> str:
-    """What a command's output is taken for: the script's own folder, or unknown."""
-    return HERE if re.search(r"dirname|BASH_SOURCE|\$0", inside) else UNKNOWN
-
-
-def _closing(text: str, start: int) -> int:
-    """The position behind the bracket that closes the one at `start`."""
-    pairs = {"(": ")", "{": "}"}
-    opening, depth, position, quote = text[start], 0, start, ""
-    while position < len(text):
-        character = text[position]
-        if character == "\\":
-            position += 1
-        elif quote:
-            quote = "" if character == quote else quote
-        elif character in "'\"":
-            quote = character
-        elif character == opening:
-            depth += 1
-        elif character == pairs[opening]:
-            depth -= 1
-            if not depth:
-                return position + 1
-        position += 1
-    return len(text)
