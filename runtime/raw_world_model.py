@@ -64,7 +64,7 @@ class Shard:
 
 @dataclass(frozen=True)
 class RawData:
-    """One split; `hz` is frames per second as its metadata says, None where it says none."""
+    """One split; `hz` is frames per second as its metadata says, 0.01 to 1000; None where it says none."""
 
     folder: Path
     shards: tuple[Shard, ...]
@@ -101,7 +101,8 @@ def read_raw_data(source: Path, split: Split) -> RawData:
         rest = f"\n  … and {len(problems) - _SHOWN} more" if len(problems) > _SHOWN else ""
         raise WangenError(f"the data has {many(len(problems), 'problem')}:\n{listed}{rest}", where=str(folder))
     hz = about.get("hz")
-    return RawData(folder, shards, float(hz) if isinstance(hz, int | float) and hz > 0 else None)
+    rate = float(hz) if isinstance(hz, int | float) and not isinstance(hz, bool) and 0.01 <= hz <= 1000 else None
+    return RawData(folder, shards, rate)
 
 
 def segments_of(shard: Shard) -> list[tuple[int, int]]:

@@ -116,9 +116,10 @@ def test_a_line_says_where_its_frames_and_states_are(raw, tmp_path):
         read_states(states, Excerpt(50, 1, 5))
 
 
-def test_without_hz_the_rate_is_the_videos(tmp_path):
+@pytest.mark.parametrize("hz", ["null", "Infinity", "1e308", "1e-9", "true", "9" * 400])
+def test_without_hz_that_can_be_the_rate_is_the_videos(tmp_path, hz):
     write_split(tmp_path, [[(0, 9)]])
-    (tmp_path / "metadata.json").write_text('{"num_shards": 1}')
+    (tmp_path / "metadata.json").write_text(f'{{"num_shards": 1, "hz": {hz}}}')
     convert(tmp_path, tmp_path / "out", temporal_downsample=2)
     (line,) = rows(tmp_path / "out" / "train.jsonl")
     assert line["fps"] == 15.0
