@@ -111,6 +111,13 @@ def words(shell, text):
     ("bat", 'python wan_train_network.py "a\\" --b c"\n', ['a" --b c']),
     ("bat", "if exist x (python wan_train_network.py a) else (echo wan_train_network.py)\n", ["a"]),
     ("bat", 'for %%i in (1 2) do python wan_train_network.py "%~dp0x"\n', [HERE + "\\x"]),
+    ("bat", 'for /l %%s in (1,1,3) do python wan_train_network.py --seed %%s "x_%%~ns" 9%%t %%d\n',
+     ["--seed", UNKNOWN, f"x_{UNKNOWN}", "9%t", "%d"]),
+    ("ps1", "@'\nit's $( {\n'@ | Out-File x\n$t = @\"\na \"b\n\"@\npython wan_train_network.py --a\n", ["--a"]),
+    ("ps1", "$a = New-Object Collections.ArrayList\n$a.AddRange([string[]]@('--a', \"b\"))\n[void]$a.Add('c')\n"
+     "python wan_train_network.py @a\n", ["--a", "b", "c"]),
+    ("ps1", "$a = @('--a')\n$a += $b.Split(' ')\n$a.AddRange($c.Split(' '))\npython wan_train_network.py @a d\n",
+     ["--a", MORE, MORE, "d"]),
     ("ps1", "$a = @('--vae', \"x y\"\n '--t5')\n$a += 'z'\n& python wan_train_network.py @a \"$a\" $PSScriptRoot\\q\n",
      ["--vae", "x y", "--t5", "z", "--vae x y --t5 z", HERE + "\\q"]),
     ("ps1", "$a = @('--vae', 'x'; '--t5')\n& python wan_train_network.py @a\n", ["--vae", "x", "--t5"]),

@@ -18,7 +18,10 @@ KNOWN = re.findall(
     "CMDCMDLINE CMDEXTVERSION NUMBER_OF_PROCESSORS PROCESSOR_ARCHITECTURE VIRTUAL_ENV CONDA_PREFIX CUDA_PATH "
     "CUDA_VISIBLE_DEVICES HF_HOME HF_TOKEN PYTHONPATH WANGEN_PYTHON WANGEN_NO_PAUSE ONEDRIVE PUBLIC PROMPT",
 )
-_PERCENT = re.compile(r"%%|%\*|%~[a-zA-Z]*[0-9]|%[0-9]|%([^%:\n]+)(:[^%\n]*)?%|%")
+_PERCENT = re.compile(
+    r"%%(?:~[a-zA-Z]*)?(?P<loop>[a-zA-Z])|%%|%\*|%~[a-zA-Z]*[0-9]|%[0-9]|%(?P<name>[^%:\n]+)(?P<part>:[^%\n]*)?%|%"
+)
+_LOOP = re.compile(r"(?i)\bfor\s+(/f\s)?[^\n]*?%%([a-z])\s+in\b")
 _CONDITION = re.compile(
     r"""\s*(?:/i\s+)?(?:not\s+)?(?:/i\s+)?
     (?:exist\s+(?:"[^"\n]*"|\S+)|defined\s+\S+|(?:errorlevel|cmdextversion)\s+\S+
@@ -46,6 +49,11 @@ def read(text: str) -> tuple[list[Command], set[str]]:
     return reader.commands, reader.labels
 
 
+def _letters(splits: str | None, first: str) -> str:
+    """The variables that a loop sets: one, and with `/f` perhaps those that follow in the alphabet."""
+    return "".join(chr(ord(first) + more) for more in range(9 if splits else 1))
+
+
 class _Reader:
     def __init__(self, lines: list[str]) -> None:
         self.lines = lines
@@ -54,6 +62,10 @@ class _Reader:
         self.commands: list[Command] = []
         self.labels: set[str] = set()
         self.depth = 0
+        self.loops = {
+            letter for line in lines for match in _LOOP.finditer(line) for letter in _letters(*match.groups())
+        }
+        """The variables of loops, which are told apart by capital and small letters."""
         self.delayed = False
         self.lost: dict[str, list[str]] = {}
         """What cmd took out of the value of a variable when it was set, by its name in small letters."""
@@ -104,9 +116,11 @@ class _Reader:
         return found + [_Char(c, number) for c in line[end:]]
 
     def _variable(self, match: re.Match[str], number: int) -> list[_Char]:
-        spelled, name = match[0], match[1]
+        spelled, name = match[0], match["name"]
         if spelled == "%%":
             return [_Char("%", number)]
+        if spelled.startswith("%%"):
+            return [_Char(c, number) for c in (UNKNOWN if match["loop"] in self.loops else spelled[1:])]
         if spelled == "%":
             return [_Char("", number, lost=f"a single % in line {number}")]
         if name is None:
@@ -116,7 +130,7 @@ class _Reader:
         if value is None:
             return [_Char("", number, undefined=name)]
         lost = [_Char("", number, lost=lost) for lost in self.lost.get(name.lower(), ())]
-        return lost + [_Char(c, number) for c in (UNKNOWN if match[2] else str(value))]
+        return lost + [_Char(c, number) for c in (UNKNOWN if match["part"] else str(value))]
 
     def _command(self, before: str) -> str:
         """Read one command from the current place; returns the operator behind it."""

@@ -22,6 +22,8 @@ _COMMENT = re.compile(r"#[^\n]*")
 _VARIABLE = re.compile(r"\$(?:\{([^}\n]*)\}|((?:[A-Za-z]+:)?[A-Za-z_]\w*|[?_$^]))")
 _ASSIGN = re.compile(r"(?:\[[\w.\[\], ]+\][ \t]*)*\$(?:\{([^}\n]*)\}|((?:[A-Za-z]+:)?[A-Za-z_]\w*))[ \t]*(\+?)=(?!=)")
 _ADD = re.compile(r"(?:\[void\][ \t]*)?\$(\w+)\.Add(?:Range)?\(", re.IGNORECASE)
+_CAST = re.compile(r"\[[\w.]+(?:\[\])?\][ \t]*")
+_HERE_STRING = re.compile(r"(?<![^\s=(,+])@([\"'])[ \t]*\n(?:(.*?)\n)?\1@", re.DOTALL)
 _REDIRECT = re.compile(r"(?:[\d*]?>>?(?:&\d)?)[ \t]*")
 _KEYWORD = re.compile(
     r"(if|elseif|else|while|foreach|for|switch|param|function|try|catch|finally|do|until|begin|process|end|trap)\b",
@@ -32,10 +34,16 @@ _OPERATOR = re.compile(r"&&|\|\||[|;}{]|\n")
 
 def read(text: str) -> tuple[list[Command], set[str]]:
     """The commands of a PowerShell script, and the names of the functions it defines."""
+    text = _HERE_STRING.sub(_plain_string, text)
     reader = _Reader(text, fold=True, known=KNOWN)
     while reader.position < len(text):
         reader.statement()
     return reader.commands, reader.functions
+
+
+def _plain_string(here_string: re.Match[str]) -> str:
+    """A here-string, in which quotes and brackets are letters, as a string of as many lines without them."""
+    return "'" + re.sub(r"[^\w\s]", ".", here_string[0]) + "'"
 
 
 class _Reader(Reader):
@@ -55,14 +63,23 @@ class _Reader(Reader):
             self._assign(match)
         elif match := _ADD.match(text, start):
             self.position = match.end()
-            self._append(match[1], self._list(")"))
-            self.position += 1
+            self._append(match[1], self._given())
+            self._skip_expression()
         elif text[start : start + 1] in ("$", "[", "(", "@") and not re.match(r"[$@]\w+[ \t]*[\"'-]", text[start:]):
             self._skip_expression()
         else:
             self._command()
         if self.position == start:
             self.position += 1
+
+    def _given(self) -> Value:
+        """The words between the brackets of `.Add()` and `.AddRange()`."""
+        cast = _CAST.match(self.text, self.position)
+        self.position = cast.end() if cast else self.position
+        self.position += 2 * self.text.startswith("@(", self.position)
+        words = self._list(")")
+        known = self.text.startswith(")", self.position) and [word.text for word in words] != [UNKNOWN]
+        return words if known else UNKNOWN
 
     def _keyword(self, match: re.Match[str]) -> None:
         self.position = match.end()
@@ -108,9 +125,10 @@ class _Reader(Reader):
         if isinstance(old, str) and old != UNKNOWN and isinstance(more, str):
             self.scope.set(name, old + more)
             return
-        words = more if isinstance(more, tuple) else (Word(more, self.lines.at(self.position)),)
+        line = self.lines.at(self.position)
+        words = more if isinstance(more, tuple) else (Word(MORE if more == UNKNOWN else more, line),)
         before = old if isinstance(old, tuple) else ()
-        self.scope.set(name, before + ((Word(MORE, self.lines.at(self.position)),) if self.depth else words))
+        self.scope.set(name, before + ((Word(MORE, line),) if self.depth else words))
 
     def _value(self) -> Value:
         """What an assignment gives; the position is behind it."""
@@ -301,9 +319,7 @@ class _Reader(Reader):
             return "$"
         self.position = match.end()
         name = match[1] or match[2] or ""
-        access = re.compile(r"[.\[][A-Za-z0-9_(\[][^\s,;)]*").match(self.text, self.position)
-        if member and access:
-            self.position = access.end()
+        if member and self._member():
             return UNKNOWN
         if name.lower() == "psscriptroot":
             return HERE
@@ -314,6 +330,15 @@ class _Reader(Reader):
             return UNKNOWN  # $env:… comes from the machine
         self.undefined.append(name)
         return ""
+
+    def _member(self) -> bool:
+        """Skip `.Name`, `[0]` and `.Method(…)` behind a variable; False when there is none."""
+        start = self.position
+        while access := re.compile(r"[.\[][A-Za-z0-9_(\[][^\s,;()]*").match(self.text, self.position):
+            self.position = access.end()
+            if self.text.startswith("(", self.position):
+                self.position = _closing(self.text, self.position)
+        return self.position > start
 
     def _skip_expression(self) -> None:
         """Go to the end of a statement that is not read."""
