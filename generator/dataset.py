@@ -237,6 +237,8 @@ def read_caption(path: Path) -> str:
         raise BadItemError(path, "is not UTF-8", "save it as UTF-8") from None
     except OSError as error:
         raise BadItemError(path, f"cannot be read: {error.strerror}", read_cure(error)) from None
+    if "\0" in caption:  # what UTF-16 without its mark looks like
+        raise BadItemError(path, "is not UTF-8", "save it as UTF-8")
     if not caption:
         raise BadItemError(path, "is empty", "describe the picture in a sentence")
     return caption

@@ -13,7 +13,7 @@ import pytest
 from helpers import clip_bytes, image_bytes, make_clip, make_image, write_tree
 from PIL import Image
 
-from wangen.generator.dataset import MediaFacts, Problem, inspect, read_facts, scan
+from wangen.generator.dataset import BadItemError, MediaFacts, Problem, inspect, read_caption, read_facts, scan
 from wangen.generator.errors import WangenError
 
 posix_names = pytest.mark.skipif(os.name == "nt", reason="Windows cannot hold these names")
@@ -178,6 +178,13 @@ def test_an_empty_clip_and_one_that_is_no_mp4(tmp_path: Path):
     assert inspect(tree / "a.mp4").found == "is empty (0 bytes)"
     for name in ("b.mp4", "c.mp4"):
         assert inspect(tree / name).found.startswith("cannot be read as a video ([Errno ")
+
+
+@pytest.mark.parametrize("encoding", ["utf-16-le", "utf-16-be", "utf-32-le"])
+def test_a_caption_in_utf_16_without_its_mark_is_no_text(tmp_path, encoding):
+    (tmp_path / "a.txt").write_bytes("a cat".encode(encoding))
+    with pytest.raises(BadItemError, match="is not UTF-8"):
+        read_caption(tmp_path / "a.txt")
 
 
 @posix_names
