@@ -78,10 +78,9 @@ def cheapest_changes(
     found = _changed(options, model, needed, available, _changeable(options).difference(fixed))
     if found is None:
         return []
-    as_before = replace(found, checkpointing_free_blocks=options.checkpointing_free_blocks)
-    fits = _go_together(as_before, model.transformer.num_layers) and needed(as_before) <= available
-    if found.checkpointing == options.checkpointing and fits:
-        found = as_before  # one more that is not computed again saves next to nothing
+    as_before = replace(found, **{name: getattr(options, name) for name in _RECOMPUTED})
+    if _go_together(as_before, model.transformer.num_layers) and needed(as_before) <= available:
+        found = as_before  # the memory was full: no room is taken to compute less again
     order = dict.fromkeys(name for rung in _rungs(model.transformer.num_layers) for name in rung)
     return [as_flag(name, value) for name in order if (value := getattr(found, name)) != getattr(options, name)]
 
@@ -126,7 +125,8 @@ def _changed(start: Train, model: Model, needed: Needed, available: int, changea
     moved = {name for name in changeable if getattr(options, name) != getattr(start, name)}
     if "checkpointing" in moved:
         moved |= {"checkpointing_free_blocks"}.intersection(changeable)
-    return _taken_back(options, start.blocks_to_swap or 0, _BACKS, moved, layers, lambda one: needed(one) <= available)
+    backs = *_BACKS, {"quantize": start.quantize}
+    return _taken_back(options, start.blocks_to_swap or 0, backs, moved, layers, lambda one: needed(one) <= available)
 
 
 def with_less(options: Train, model: Model, fits: Callable[[Train], bool], changeable: Collection[str]) -> Train:

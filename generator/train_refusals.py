@@ -267,7 +267,8 @@ def refuse_more_blocks(options: Train, num_blocks: int) -> None:
         raise UsageError(f"--checkpointing_free_blocks {options.checkpointing_free_blocks}: the model has "
                          f"{num_blocks} blocks", cure=f"give 0 to {num_blocks}{beside}")  # fmt: skip
     if (options.blocks_to_swap or 0) > room:
-        raise UsageError(f"--blocks_to_swap {options.blocks_to_swap}: only the {many(room, 'block')} that are "
+        are = "is" if room == 1 else "are"
+        raise UsageError(f"--blocks_to_swap {options.blocks_to_swap}: only the {many(room, 'block')} that {are} "
                          "recomputed can be swapped", cure=f"give 0 to {room}{beside}")  # fmt: skip
 
 

@@ -144,6 +144,20 @@ def flag_of(change: str) -> dict[str, Any]:
     return {words[0][2:]: getattr(made, words[0][2:])}
 
 
+def test_a_base_is_not_quantised_where_a_later_change_makes_room_enough():
+    given = options(task="ti2v-5B", network_dim=16, blocks_to_swap=5, checkpointing="full", pack=True,
+                    gradient_accumulation_steps=4)  # fmt: skip
+    assert changes_of(profiles.model("ti2v-5B"), given, 4 * 75_600, 24 * GIB, alone=75_600) == [
+        "--no_pack", "--gradient_checkpointing_cpu_offload",
+    ]  # fmt: skip
+
+
+def test_a_full_memory_is_never_answered_with_less_recomputation():
+    """Of a picture it takes next to nothing, and the formula has just been wrong."""
+    given = options(task="ti2v-5B", network_dim=16, checkpointing="selective")
+    assert changes_of(profiles.model("ti2v-5B"), given, 256, 48 * GIB) == ["--quantize int8"]
+
+
 def test_what_every_weight_takes_counts():
     small, card = profiles.model("t2v-1.3B"), 24 * GIB
     whole = options(train_mode="full", checkpointing="full")
