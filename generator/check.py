@@ -43,6 +43,9 @@ _NUM_NAMES = 3
 UNSAID = Encoding(vae_dtype="float32", clip_dtype="float32")
 """How the cache is made where the caching steps leave that to the machine, at most."""
 
+MUCH = 64 << 20
+"""Bytes that are still to be cached, beside which the seconds that torch needs to load are nothing."""
+
 
 def run(options: Check) -> Report:
     """Look at everything the other steps will need and list what is wrong.
@@ -56,7 +59,8 @@ def run(options: Check) -> Report:
     seen = examine(without_idle(options, [step for _, step in steps]), entries, [step for _, step in steps])
     findings = [*script.findings, *_refused(steps, seen), *seen.findings]
     will_cache = any(isinstance(step, CacheStep) for _, step in steps)
-    if will_cache and not findings and any(_is_empty(entry.cache_directory) for entry in entries):
+    takes_long = sum(seen.to_cache.values()) > MUCH or any(_is_empty(entry.cache_directory) for entry in entries)
+    if will_cache and not findings and takes_long:
         findings += _refused_later(steps, seen)
     for finding in findings:
         log.error("  - %s", finding)
@@ -103,7 +107,7 @@ def _refused(steps: Iterable[Placed], seen: "Examined") -> Iterator[Finding]:
 def _refused_later(steps: Iterable[Placed], seen: "Examined") -> Iterator[Finding]:
     """What training would refuse after hours of caching, by headers of files, what is installed and the disk.
 
-    It loads torch, which takes seconds: where a cache is there already, training says the same soon enough.
+    It loads torch, which takes seconds: where most of a cache is there already, training says the same soon enough.
     """
     try:
         before_caching = import_module("wangen.runtime.training.before_caching")

@@ -82,6 +82,15 @@ def test_where_training_is_near_it_speaks_for_itself(found, tmp_path, why):
     assert found(include_patterns=("atn1",), caches=why == "there is a cache") == []
 
 
+def test_most_of_a_cache_that_is_still_to_be_made_is_as_none(found, tmp_path, monkeypatch):
+    """Caching that was broken off, or a dataset that has grown."""
+    (tmp_path / "cache").mkdir()
+    (tmp_path / "cache" / "an.entry").touch()
+    monkeypatch.setattr(check, "sample_bytes", lambda *_: check.MUCH)
+    (problem,) = found(include_patterns=("atn1",))
+    assert "'atn1' finds no layer" in problem
+
+
 @pytest.mark.parametrize(("free", "changes", "words"), [
     (4000, {"save_every_n_steps": 1}, "the checkpoints need up to"), (10**8, {}, ""),
     (10**8, {"max_train_steps": 10**6, "save_every_n_steps": 1}, "100.0 MB are free"),
