@@ -396,7 +396,5 @@ def test_no_more_blocks_are_swapped_than_are_recomputed():
     refuse_more_blocks(options(checkpointing="full", checkpointing_free_blocks=40), 40)
     with pytest.raises(UsageError, match="only the 35 blocks that are recomputed"):
         refuse_more_blocks(replace(given, blocks_to_swap=36), 40)
-    with pytest.raises(UsageError, match="only the 1 block that is recomputed"):
-        refuse_more_blocks(replace(given, blocks_to_swap=2), 6)
     with pytest.raises(UsageError, match="--plain knows no"):
         refuse_memory(options(plain=True, checkpointing="full", checkpointing_free_blocks=1))

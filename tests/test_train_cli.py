@@ -216,6 +216,8 @@ def test_more_blocks_to_swap_than_there_are_is_refused_before_the_model_loads(ti
     with pytest.raises(UsageError, match="only the 2 blocks that are recomputed") as error:
         train.run(tiny_run.options(tmp_path, blocks_to_swap=3))
     assert error.value.cure == "give 0 to 2"
+    with pytest.raises(UsageError, match="only the 1 block that is recomputed"):
+        train.run(tiny_run.options(tmp_path, blocks_to_swap=2, checkpointing_free_blocks=1))
 
 
 def cut(state: Path) -> None:

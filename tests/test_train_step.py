@@ -8,6 +8,8 @@ from types import SimpleNamespace
 import pytest
 import runs
 import torch
+from fast_dit import fast, inputs_of, vectors_model
+from parity import DITS, cases, golden
 from runs import samples_of
 from safetensors.torch import load_file
 from tiny import TinyRun
@@ -330,3 +332,27 @@ def test_a_step_begun_again_without_recorded_graphs_has_its_gradient_once(tiny_r
         gradients.append(trainee.optimization.flat.gradients[0].clone())
     assert gradients[0].any()
     assert torch.equal(*gradients)
+
+
+@pytest.mark.parametrize(("name", "case"), [(name, case) for name in DITS for case in cases(name)])
+def test_losses_equal_those_of_the_official_velocities(tmp_path, name: str, case: int):
+    """At the vectors' noisy latents and timesteps, for whatever clean latents; within 1e-5 of the loss."""
+    inputs, generator = inputs_of(name, case), torch.Generator().manual_seed(2)
+    noisy, frames = inputs.latents, [0] * len(inputs.latents)
+    sigmas = inputs.timesteps.reshape(len(noisy), -1).amax(dim=1) / 1000
+    clean = torch.randn(noisy.shape, generator=generator)
+    if inputs.timesteps.ndim > 1:
+        frames = [int(not each[0]) for each in inputs.timesteps]
+        for number, given in enumerate(frames):
+            clean[number, :, :given] = noisy[number, :, :given]
+    level = sigmas.view(-1, 1, 1, 1, 1)
+    noise = (noisy - (1 - level) * clean) / level
+    batch = Batch(clean, inputs.texts, ["a"] * len(noisy), ["a"] * len(noisy), torch.ones(len(noisy)),
+                  inputs.condition, inputs.image_tokens)  # fmt: skip
+    prepared = Prepared(batch, [(0, 0, "a", 0)] * len(noisy), sigmas, noise, frames)
+    with torch.no_grad():
+        losses, _ = item_losses(WAN, fast(vectors_model(name)), [prepared], options_of(tmp_path), CPU)
+    official = golden(name)[f"case{case}.output"].double()
+    wanted = (official - (noise - clean).double()).square()
+    means = [one[:, given:].mean() for one, given in zip(wanted, frames, strict=True)]
+    torch.testing.assert_close(losses.double(), torch.stack(means), rtol=1e-5, atol=0)
