@@ -105,6 +105,7 @@ def words(shell, text):
     ("sh", 'C="python wan_train_network.py --a \\"b c\\""\nif ! eval "$C"; then exit 1; fi\n', ["--a", "b c"]),
     ("sh", "srun bash -c 'cd /x && python wan_train_network.py --a \"b c\"'\n", ["--a", "b c"]),
     ("sh", "X=$(\n  # don't\n  ls\n)\npython wan_train_network.py --a `# it's` --b\n", ["--a", "--b"]),
+    ("sh", "X=$(\n  # the newest\n  ls -t | head -1\n)\npython wan_train_network.py --a \"$X\"\n", ["--a", UNKNOWN]),
     ("sh", "X=$(cat <<'E F'\nit's 1)\nE F\n)\nY=$(grep '\\' x)\npython wan_train_network.py --a\n", ["--a"]),
     ("bat", 'set "A=x y"\nset B=z\npython wan_train_network.py "%A%" %B% 100%% ^\n  "a\\\\" b^&c >log 2>&1\n',
      ["x y", "z", "100%", "a\\", "b&c"]),
@@ -139,6 +140,11 @@ BASH_LINES = [
     "$Aé \"$A\"$A'$A'",
     "$'it\\'s\\t\\x41\\101\\\\' 2> >(cat >&2) `# it's` \"${U:=1 2}\" $U z",
 ]
+
+
+@pytest.mark.parametrize("text", ["$a = @(\n ", "$a.AddRange( "])
+def test_a_script_of_powershell_that_ends_in_a_bracket_is_read(text):
+    assert argvs("ps1", text.encode()) == []
 
 
 @pytest.mark.parametrize(("shell", "line"), [

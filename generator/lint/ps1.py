@@ -152,7 +152,7 @@ class _Reader(Reader):
         while self.position < len(self.text):
             self._blanks()
             character = self.text[self.position : self.position + 1]
-            if character == end or (end == "\n" and character in ("", ";", "}", "|")):
+            if character in ("", end) or (end == "\n" and character in (";", "}", "|")):
                 break
             if character in ("\n", ",", ";"):
                 self.position += 1

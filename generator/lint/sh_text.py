@@ -29,8 +29,12 @@ def join_fields(fields: list[str], parts: list[str]) -> None:
 
 
 def substituted(inside: str) -> str:
-    """What a command's output is taken for: the script's own folder, or unknown; a remark has none."""
-    if inside.strip("`").lstrip().startswith("#"):
+    """What a command's output is taken for: the script's own folder, or unknown; remarks alone have none.
+
+    >>> substituted("`# rank`"), substituted("ls -t | head -1") == UNKNOWN
+    ('', True)
+    """
+    if all(line.lstrip()[:1] in ("", "#") for line in inside.strip("`").split("\n")):
         return ""
     return HERE if re.search(r"dirname|BASH_SOURCE|\$0", inside) else UNKNOWN
 
