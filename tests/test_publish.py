@@ -190,6 +190,11 @@ def test_pictures_that_are_there_twice_are_said_and_published(place, capsys):
     assert f"  {said}" in capsys.readouterr().out
     main(["check", NAME, "--workspace", str(place)])
     assert f"  note     {said}" in capsys.readouterr().out
+    for name in "abc":
+        (folder / f"{name}.jpg").write_bytes(image_bytes() + b"1")
+        (folder / f"{name}.txt").write_text("again")
+    assert publish(place, "--dry_run") == 0
+    assert "is trained: Front.JPG and a.jpg and b.jpg and 2 more\n" in capsys.readouterr().out
 
 
 @pytest.mark.skipif(os.name == "nt", reason="written for a POSIX host")

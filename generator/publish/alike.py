@@ -1,6 +1,6 @@
 """Pictures of a dataset that are there more than once: they are said, as it may not be meant."""
 
-from collections.abc import Callable, Hashable, Iterable
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from hashlib import sha256
 from pathlib import Path
 
@@ -17,9 +17,14 @@ def same_pictures(source: Source) -> str:
         groups = [alike for group in groups for alike in _grouped(group, key)]
     if not groups:
         return ""
-    named = "; ".join(" and ".join(path.name for path in group) for group in groups[:_NUM_SHOWN])
-    more = f"; and {len(groups) - _NUM_SHOWN} more" if len(groups) > _NUM_SHOWN else ""
-    return f"the same picture under several names, each of which is trained: {named}{more}"
+    named = _first([_first([path.name for path in group], " and ", " and") for group in groups], "; ", "; and")
+    return f"the same picture under several names, each of which is trained: {named}"
+
+
+def _first(texts: Sequence[str], between: str, last: str) -> str:
+    """The first of several, and how many there are more."""
+    shown = between.join(texts[:_NUM_SHOWN])
+    return f"{shown}{last} {len(texts) - _NUM_SHOWN} more" if len(texts) > _NUM_SHOWN else shown
 
 
 def _grouped(paths: Iterable[Path], key: Callable[[Path], Hashable]) -> list[list[Path]]:
