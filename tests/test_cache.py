@@ -186,6 +186,22 @@ def test_other_tiles_of_a_vae_are_not_another_vae(tmp_path: Path):
     assert reason == "encoded with another VAE tile (--vae_tile 256, wanted without)"
 
 
+def test_tiles_are_tried_once_for_many_entries_of_another_vae(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    tried: list[int] = []
+
+    def noted(identity: str, tile: int) -> str:
+        tried.append(tile)
+        return identity * 2
+
+    monkeypatch.setattr("wangen.runtime.cache.words.in_tiles", noted)
+    recipes = [Recipe("latent", {**CONTENT, "source": name}, f"{name}.png") for name in "ab"]
+    put(tmp_path, *recipes)
+    other = replace(ENCODER, identity="a VAE that no other test has")
+    reasons = {Folder(tmp_path).judge(recipe, other).reason for recipe in recipes}
+    assert reasons == {"encoded with another VAE"}
+    assert len(tried) == 2 * len(set(tried))
+
+
 def test_the_header_names_the_source(tmp_path: Path):
     latent, text = put(tmp_path, LATENT, TEXT)
     for path, source in ((latent, CONTENT["source"]), (text, hashlib.sha256(b"a cat").hexdigest())):

@@ -1,6 +1,7 @@
 """Why an entry is not what is needed, in words."""
 
 from collections.abc import Mapping
+from functools import cache
 from typing import Any
 
 from wangen.generator.sampling_refusals import TILES_PX
@@ -62,6 +63,7 @@ def differences(entry: Entry, recipe: Recipe, encoder: Encoder | None) -> tuple[
     return tuple(phrases) or ("made by an older version of the encoding code",)
 
 
+@cache  # of thousands of entries that are stale most have the same two
 def _other_encoder(made_by: str, wanted: str, kind: Kind) -> str:
     """What differs between two identities: the decoder or the tiles, where one has the usual ones, or what encodes."""
     for decoder in DECODERS[1:]:
