@@ -101,7 +101,7 @@ def unescaped(text: str) -> str:
 
 
 def given_text(words: list[Word]) -> tuple[list[Word], str]:
-    """The text that `eval` or `bash -c` runs, empty for none, and the words in front: `srun`, `ssh` are none of them.
+    """The words in front of `eval` or `bash -c`, as `srun`, and the text that it runs; both are empty for neither.
 
     >>> given_text([Word(text, 1) for text in ("srun", "bash", "-c", "python a.py")])[1]
     'python a.py'
