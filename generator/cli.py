@@ -63,7 +63,7 @@ def _show_version(ctx: click.Context, _parameter: click.Parameter, asked: bool) 
     help="Show the version with its commit and exit.",
 )
 def wangen() -> None:
-    """From a folder of images and clips to a trained Wan LoRA.
+    """From a folder of images and clips to a trained Wan or Qwen-Image LoRA.
 
     Start with `wangen demo`, or with `wangen init`, `wangen publish NAME` and the script it writes.
     """

@@ -57,7 +57,7 @@ class Evaluate(DatasetStep):
         0, pinned=True, knob=True,
     )  # fmt: skip
     forgetting_config: Path | None = flag(
-        "TOML or manifest of a dataset outside of what was trained: what the base could do", None
+        "TOML or manifest of a dataset outside of what was trained: a higher loss on it is what the LoRA forgot", None
     )
     training_config: Path | None = flag(
         "TOML or manifest of what was trained on: videos are compared with its clips in motion, and for copies "

@@ -118,7 +118,7 @@ class Train(DatasetStep):
     base_weights: tuple[Path, ...] = flag("LoRAs that are merged into the frozen base before training", ())
     base_weights_multiplier: tuple[float, ...] = flag("strength of each of them (default: 1)", (), pinned=True)
     scale_weight_norms: float | None = flag(
-        "largest norm of an adapter's change of a weight (with --dora of its B A), kept after every step",
+        "after every step shrink what an adapter adds to a weight (with --dora its B A) to at most this norm",
         None, pinned=True,
     )  # fmt: skip
 
@@ -181,7 +181,7 @@ class Train(DatasetStep):
         "stratified: of so many draws in a row every one falls into another part of the distribution", None, pinned=True
     )
     show_timesteps: Literal["console", "image"] | None = flag(
-        "draw the distribution, of each expert, and train nothing", None
+        "draw the distribution of the timesteps, for each expert, and train nothing", None
     )
     weighting_scheme: Literal["none", "sigma_sqrt", "cosmap", "logit_normal", "mode"] = flag(
         "loss weight by timestep; logit_normal and mode are densities of timestep_sampling sigma", "none", pinned=True
@@ -244,7 +244,7 @@ class Train(DatasetStep):
     img_in_txt_in_offloading: bool = flag("accepted; it is HunyuanVideo's and changes nothing here", False)
     profile: bool = flag("write one torch trace of a few steps into the output folder", False)
     deterministic: bool = flag("on a GPU: a run that was resumed ends with the same bytes; slower", False)
-    peak_tflops: float | None = flag("the device's speed in TFLOP/s, for the log's MFU (default: known cards')", None)
+    peak_tflops: float | None = flag("the device's speed in TFLOP/s, for the log's MFU (default: of known cards)", None)
     device: str | None = flag("cuda, cuda:1, cpu … (default: cuda when there is one)", None)
 
     # Several GPUs.
@@ -314,7 +314,7 @@ class Train(DatasetStep):
     save_every_n_epochs: int | None = flag("save the LoRA every N epochs", None, knob=True)
     save_every_n_steps: int | None = flag("save the LoRA every N steps", None, knob=True, names=("save_steps",))
     save_last_n_epochs: int | None = flag("keep the last N of the LoRAs of --save_every_n_epochs only", None)
-    save_last_n_steps: int | None = flag("of --save_every_n_steps keep LoRAs at most N steps old only", None)
+    save_last_n_steps: int | None = flag("of --save_every_n_steps keep only LoRAs at most N steps old", None)
     keep_last: int | None = flag("of the LoRAs saved on the way keep the last N only", None)
     save_state: bool = flag("keep the training state of every saved LoRA, not the newest alone", False)
     save_last_n_epochs_state: int | None = flag(
