@@ -30,10 +30,10 @@ DIFFERENCES = (
     "Caching removes only entries of its own kind and dataset that no item needs; never another file.",
     "`--min_timestep` and `--max_timestep` mean what they say in every sampling mode, `sigma` (which inverts them "
     "there) included; the model is fed 1000 sigma, not 1000 sigma + 1.",
-    "One expert of A14B alone is `--experts high` with `--dit_high_noise`, or `--experts low` with `--dit`; of the "
-    "timesteps that are asked for it is trained at those on its side of `--timestep_boundary`.",
-    "For the same reason `--logit_mean` has the opposite sign where `--weighting_scheme logit_normal` draws with "
-    "`--timestep_sampling sigma`; `wangen lint` turns it.",
+    "Since `sigma` is inverted there, `--logit_mean` has the opposite sign where `--weighting_scheme logit_normal` "
+    "draws with `--timestep_sampling sigma`; `wangen lint` turns it.",
+    "One expert of A14B alone is `--experts high` with `--dit_high_noise`, or `--experts low` with `--dit`; of "
+    "`--min_timestep` to `--max_timestep` it trains the part on its side of `--timestep_boundary`.",
     "Two experts give two LoRAs, `NAME_high_noise` and `NAME_low_noise`, each with an optimizer of its own; "
     "`--timestep_boundary` takes 0.875 and 875.",
     "`--attention sage` trains: its forward pass with the exact gradient of SDPA. A kernel that is missing is "
