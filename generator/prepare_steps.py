@@ -65,7 +65,7 @@ class WorldModel(Step):
     split: Literal["train", "val"] = flag("train_v2.0_raw or val_v2.0_raw", "train",
                                           pinned=True)  # fmt: skip
     frames: int = flag("frames of a clip, 4n+1", 77, pinned=True, names=("num_frames", "target_frames", "clip_length"))
-    temporal_downsample: int = flag("take every so manieth frame of a segment; --frames of them are a clip", 1,
+    temporal_downsample: int = flag("take every Nth frame of a segment; --frames of them are a clip", 1,
                                     pinned=True, names=("downsampled",))  # fmt: skip
     stride: int | None = flag(
         "frames of the video from the start of a clip to that of the next (default: no overlap)", None,
