@@ -98,6 +98,16 @@ def test_that_nothing_is_held_out_is_said_with_what_mends_it(place: Path, capsys
     assert not any("nothing is held out" in note for note in planned(capsys, "cats", "--gpu", "H200")[1]["notes"])
 
 
+@pytest.mark.parametrize("line", ["max_train_epochs = 150", "max_train_steps = 10", 'train_mode = "full"'])
+def test_few_steps_of_a_lora_are_said_with_epochs_that_are_more(place: Path, capsys, line: str):
+    def few() -> list[str]:
+        return [note for note in planned(capsys, "cats", "--gpu", "H200")[1]["notes"] if "steps are few" in note]
+
+    assert few() == ["350 steps are few for a LoRA: MAX_TRAIN_EPOCHS 150 makes 1500"]
+    set_in_train(place, line)
+    assert few() == []
+
+
 def test_without_a_card_it_says_what_is_needed_and_does_not_fail(place: Path, capsys):
     code, found = planned(capsys, "cats")
     assert code == 0

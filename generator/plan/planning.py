@@ -27,6 +27,8 @@ from wangen.generator.train_refusals import refuse_more_blocks
 from wangen.profiles import Model, TransformerSizes
 
 NOT_QUANTISED = 16.0
+FEW_STEPS, USUAL_STEPS = 500, 1500
+"""Of a LoRA: with fewer than the first one sees little of it as a rule; the second is in the midst of common practice."""
 
 
 @dataclass(frozen=True)
@@ -94,6 +96,7 @@ def _plan_here(script: Scripted, gpu: Gpu | None, num_cards: int, here: bool) ->
         notes.append(f"--gpus {processes}: this machine shows {many(num_cards, 'card')}")
     plan = plan_run(train, model, found, gpu, processes=processes, bits=bits)
     cure = find_cure(plan) if plan.fits is False else None
+    notes += filter(None, [_few_steps(plan)])
     if gpu and plan.fits and gpu.free < plan.budget.device:
         notes.append(f"only {gib_text(gpu.free)} of the card are free now: close what uses it")
     earlier = measured(train, tokens_of_a_step(plan)) if here else None
@@ -178,6 +181,16 @@ def _surveyed(
         notes.append("nothing is held out, so that no loss shows which checkpoint is best; the knob VALIDATION_ITEMS, "
                      f"or validation_items = {few} below [steps.train] in wangen.toml")  # fmt: skip
     return found
+
+
+def _few_steps(plan: RunPlan) -> str:
+    """What is to be said where a LoRA's epochs are few steps, as the default's are on a small dataset."""
+    train = plan.train
+    by_steps = train.max_train_epochs is None and train.max_train_steps is not None
+    if train.train_mode != "lora" or by_steps or not plan.num_steps or plan.num_steps >= FEW_STEPS:
+        return ""
+    epochs = -(-USUAL_STEPS // plan.steps_per_epoch)
+    return f"{plan.num_steps} steps are few for a LoRA: MAX_TRAIN_EPOCHS {epochs} makes {epochs * plan.steps_per_epoch}"
 
 
 def _width_of(text_encoder: Path | None) -> int | None:
