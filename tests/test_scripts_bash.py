@@ -93,6 +93,12 @@ def test_missing_environment_says_what_to_do(site):
     )
 
 
+def typed(line, folder):
+    """The words of a line as bash has them, typed in a folder."""
+    shown = subprocess.run(["bash", "-c", f"printf '%s\\n' {line}"], stdout=subprocess.PIPE, cwd=folder, timeout=60)
+    return shown.stdout.decode().splitlines()
+
+
 def test_environment_without_wangen_gets_the_line_to_type(site):
     done = site.run(RECORDER_EMPTY="error while loading shared libraries: libpython3.11.so.1.0")
     assert done.returncode == 1
@@ -100,7 +106,20 @@ def test_environment_without_wangen_gets_the_line_to_type(site):
     assert first == "error while loading shared libraries: libpython3.11.so.1.0"
     assert second == f"wangen: this Python cannot import wangen, as it says above: {site.folder}/venv/bin/python"
     wheel = f"{site.folder}/files/wangen-0.1.0-py3-none-any.whl[runtime]"
-    assert last == f'  "{site.folder}/venv/bin/python" -m pip install "{wheel}"'
+    assert typed(last, "/") == [f"{site.folder}/venv/bin/python", "-m", "pip", "install", wheel]
+
+
+@pytest.mark.parametrize("name", ["plain", "a `touch ran`", "$(touch ran)", 'a"; touch ran; "', "it's \\ $HOME"])
+def test_the_line_to_type_runs_nothing_else(tmp_path, name):
+    (tmp_path / name).mkdir()
+    site = Site(tmp_path / name, steps())
+    site.python("venv/bin/python")
+    last = site.run(RECORDER_EMPTY="nothing").stderr.splitlines()[-1]
+    wheel = f"{site.folder}/files/wangen-0.1.0-py3-none-any.whl[runtime]"
+    assert typed(last, tmp_path) == [f"{site.folder}/venv/bin/python", "-m", "pip", "install", wheel]
+    assert not (tmp_path / "ran").exists()
+    if name == "plain":
+        assert last == f"  {site.folder}/venv/bin/python -m pip install {wheel.removesuffix('[runtime]')}'[runtime]'"
 
 
 def test_where_python_is_looked_for(tmp_path):

@@ -260,7 +260,18 @@ def test_environment_without_wangen_gets_the_pip_line(site):
     run = site.run()
     assert (run.code, started(run), run.env) == (1, [], {})
     wheel = windows(site.folder) + "\\files\\wangen-0.1.0-py3-none-any.whl[runtime]"
-    assert run.lines[-1] == f'  & "{windows(site.folder)}\\venv\\Scripts\\python.exe" -m pip install "{wheel}"'
+    program = windows(site.folder) + "\\venv\\Scripts\\python.exe"
+    assert "'q'" in program
+    assert run.lines[-1] == "  & '{}' -m pip install '{}'".format(*(s.replace("'", "''") for s in (program, wheel)))
+
+
+def test_the_pip_line_holds_a_folder_that_powershell_would_read_otherwise(tmp_path):
+    site = Site(tmp_path / "a$(id)`b ‘c’")
+    site.python()
+    site.codes["import"] = 1
+    folder, wheel = windows(tmp_path) + "\\a$(id)`b ‘‘c’’", "wangen-0.1.0-py3-none-any.whl[runtime]"
+    program = f"'{folder}\\venv\\Scripts\\python.exe'"
+    assert site.run().lines[-1] == f"  & {program} -m pip install '{folder}\\files\\{wheel}'"
 
 
 def test_where_python_is_looked_for(tmp_path):

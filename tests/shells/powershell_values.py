@@ -87,7 +87,7 @@ COMPARE: Mapping[str, Callable[[Any, Any], Any]] = {
     "-lt": _scalars(operator.lt),
     "-match": _match,
     "-notmatch": lambda left, pattern: not _match(left, pattern),
-    # As far as the pattern means itself.
-    "-replace": lambda left, change: text(left).replace(*change),
+    # As far as both languages read the pattern alike.
+    "-replace": lambda left, change: re.sub(change[0], change[1].replace("$0", r"\g<0>"), text(left), flags=re.I),
     "-cnotcontains": lambda left, right: all(item != right for item in left),
 }

@@ -13,7 +13,7 @@
 # You may change the values of the knobs below: publishing again keeps them. Any other edit makes publishing
 # leave this file as it is and write the new text beside it as cache_example.ps1.new.
 #
-# wangen-digest: fe03c1125a2fa602308062b9e705d27c
+# wangen-digest: 53cae0cb1d288e34ab7658dbd300429a
 Set-StrictMode -Version 2.0
 $ErrorActionPreference = 'Stop'
 $PSNativeCommandUseErrorActionPreference = $false
@@ -136,8 +136,10 @@ try {
   if ($WgCode -ne 0) {
     Write-Host "wangen: this Python cannot import wangen, as it says above: $WgPython"
     Write-Host '  do:    run setup_wangen.ps1 beside this script, or type:'
-    $WgWheel = $WgRoot + '\files\wangen-0.1.0-py3-none-any.whl'
-    Write-Host ('  & "' + $WgPython + '" -m pip install "' + $WgWheel + '[runtime]"')
+    # Within single quotes only a single quote is to be doubled, also a typographic one.
+    $WgQuotes = "['\u2018-\u201b]"
+    $WgTyped = ($WgPython -replace $WgQuotes, '$0$0') + "' -m pip install '" + ($WgRoot -replace $WgQuotes, '$0$0')
+    Write-Host ("  & '" + $WgTyped + "\files\wangen-0.1.0-py3-none-any.whl[runtime]'")
     exit 1
   }
   if (($WgCode -eq 0) -and (($WgOnly -eq '') -or ($WgOnly -ceq 'check'))) {
