@@ -158,12 +158,14 @@ def slugify(name: str) -> str:
     plain = unicodedata.normalize("NFKD", re.sub(r"['’‘`´]", "", name)).casefold()
     plain = "".join(character for character in plain if not unicodedata.combining(character))
     slug = re.sub(r"[^a-z0-9]+", "_", plain).strip("_")[:_SLUG_LENGTH].rstrip("_")
-    cure = "give a name with Latin letters or digits, and the media with --source FOLDER"
+    media = "and the media with --source FOLDER"
     if not slug:
-        raise WangenError("no letter a-z and no digit is left of this name", where=repr(name), cure=cure)
+        raise WangenError("no letter a-z and no digit is left of this name", where=repr(name),
+                          cure=f"give a name with Latin letters or digits, {media}")  # fmt: skip
     problem = windows_name_problem(slug)
     if problem:
-        raise WangenError(f"{problem}, so no folder can be called so", where=repr(name), cure=cure)
+        raise WangenError(f"{problem}, so no folder can be called so", where=repr(name),
+                          cure=f"give another name, {media}")  # fmt: skip
     return slug
 
 
