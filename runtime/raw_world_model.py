@@ -41,6 +41,8 @@ _NUM_BYTES = 4
 _AGAIN = "download it again"
 _SHOWN = 20
 """Problems that are said one by one."""
+_AT_ONCE = 1000
+"""Shards that are read before it is asked whether so much is wrong that the others need not be looked at."""
 
 
 @dataclass(frozen=True)
@@ -80,17 +82,21 @@ def read_raw_data(source: Path, split: Split) -> RawData:
 
     Raises:
         UsageError: there is no such data in the folder, or it is the other split's.
-        WangenError: files are missing, cannot be read or disagree; they are named and counted, all at once.
+        WangenError: files are missing, cannot be read or disagree; they are named and counted, but not
+            beyond the shards where they become many.
     """
     folder = _split_folder(source, split)
     about = _read_json(folder / _METADATA)
     num_shards = _number(about, "num_shards", folder / _METADATA)
-    found = []
+    found = list[tuple[Shard | None, list[Problem]]]()
+    problems = list[Problem]()
     with ThreadPoolExecutor() as pool, progress("shards", num_shards) as advance:
-        for read in pool.map(lambda number: _read_shard(folder, number), range(num_shards)):
-            found.append(read)
-            advance(1, "")
-    problems = [problem for _, wrong in found for problem in wrong]
+        while len(found) < num_shards and len(problems) <= _SHOWN:
+            some = range(len(found), min(len(found) + _AT_ONCE, num_shards))
+            for read in pool.map(lambda number: _read_shard(folder, number), some):
+                found.append(read)
+                problems += read[1]
+                advance(1, "")
     shards = tuple(shard for shard, _ in found if shard)
     total = sum(shard.facts.num_frames for shard in shards)
     if not problems and about.get("num_images", total) != total:
@@ -99,6 +105,7 @@ def read_raw_data(source: Path, split: Split) -> RawData:
     if problems:
         listed = "\n".join(f"  - {problem}" for problem in problems[:_SHOWN])
         rest = f"\n  … and {len(problems) - _SHOWN} more" if len(problems) > _SHOWN else ""
+        rest += f"; shards from {len(found)} on were not looked at" if len(found) < num_shards else ""
         raise WangenError(f"the data has {many(len(problems), 'problem')}:\n{listed}{rest}", where=str(folder))
     hz = about.get("hz")
     rate = float(hz) if isinstance(hz, int | float) and not isinstance(hz, bool) and 0.01 <= hz <= 1000 else None

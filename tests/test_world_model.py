@@ -201,6 +201,13 @@ def test_a_folder_without_the_data(tmp_path, capsys):
     assert "holds neither metadata.json nor train_v2.0_raw/metadata.json" in capsys.readouterr().err
 
 
+def test_where_much_is_missing_not_every_shard_is_looked_for(tmp_path):
+    (tmp_path / "metadata.json").write_text('{"num_shards": 1000000000}')
+    with pytest.raises(WangenError, match="… and 3980 more; shards from 1000 on were not looked at") as error:
+        convert(tmp_path, tmp_path / "o")
+    assert error.value.found.count("\n") == 21
+
+
 def _cut(path: Path, num_bytes: int) -> None:
     path.write_bytes(path.read_bytes()[:-num_bytes])
 
