@@ -5,7 +5,6 @@ is a list of such lines or of tables, a `.toml` a `[prompt]` table of common set
 """
 
 import io
-import json
 import re
 import tomllib
 from collections.abc import Iterator, Mapping
@@ -14,6 +13,7 @@ from typing import Any
 
 from wangen.generator.errors import UsageError, did_you_mean, printable
 from wangen.generator.files import read_file
+from wangen.generator.formats.strict_json import parse_json
 
 OPTIONS: Mapping[str, str] = {
     "w": "width", "h": "height", "f": "frame_count", "d": "seed", "s": "sample_steps", "g": "guidance_scale",
@@ -52,7 +52,7 @@ def entries(path: Path, flag: str) -> Iterator[tuple[str, Mapping[str, Any]]]:
         if ending == ".txt":
             yield from _lines(path, text)
         elif ending == ".json":
-            yield from _json_entries(path, json.loads(text))
+            yield from _json_entries(path, parse_json(text.encode()))
         elif ending == ".toml":
             yield from _toml_entries(path, tomllib.loads(text))
         else:

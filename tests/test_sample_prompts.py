@@ -127,6 +127,7 @@ def test_what_cannot_be_is_refused_with_its_line_and_the_cure(tmp_path, line, wo
         ("a.txt", "# nothing\n", "no prompt in this file"),
         ("a.csv", "A cat", "takes .txt, .toml or .json, not .csv"),
         ("a.json", "{", "this is no JSON"),
+        ("a.json", '[{"prompt": "A", "seed": 1, "seed": 2}]', "this is no JSON: a name occurs twice"),
         ("a.json", "{}", "a .json of prompts is a list"),
         ("a.json", "[3]", "neither a line nor a table.*entry 1"),
         ("a.json", '[{"prompt": "A", "widht": 64}]', "widht is no key of a prompt.*did you mean width"),
