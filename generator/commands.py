@@ -127,8 +127,10 @@ def build(step: type[Step], values: Mapping[str, Any]) -> Step:
     made = {name: value for name, value in made.items() if value != 0 or name not in step.off_at_zero}
     if lacking := missing(step, made):
         raise UsageError(f"{step.command} needs {', '.join(lacking)}", cure=f"wangen {step.command} --help")
-    if len(twice := [f"--{name}" for name in step.one_of if name in made]) > 1:
-        raise UsageError(f"{' and '.join(twice)} contradict each other", cure="give one of them")
+    if len(twice := [name for name in step.one_of if name in made]) > 1:
+        where = "" if twice[0] in values else str(made["config_file"])  # what is given takes the place of all there
+        raise UsageError(f"{' and '.join(f'--{name}' for name in twice)} contradict each other", where=where,
+                         cure="give one of them")  # fmt: skip
     return step(**made)
 
 

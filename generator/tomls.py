@@ -118,8 +118,12 @@ KEYS = _SHARED | _OWN
 _PATH_LINE = re.compile(r"""^\s*([\w.-]+)\s*=\s*"([^"]*\\[^"]*)"[^"]*$""")
 
 
-def load(path: Path) -> dict[str, Any]:
+def load(path: Path, cure: str = "check the path") -> dict[str, Any]:
     """A TOML file as plain values.
+
+    Args:
+        path: of the file.
+        cure: where it cannot be read.
 
     Raises:
         WangenError: the file is missing, unreadable or not TOML; the message has the line.
@@ -129,9 +133,7 @@ def load(path: Path) -> dict[str, Any]:
         text = read_file(path).removeprefix(b"\xef\xbb\xbf").decode("utf-8")
         return tomllib.loads(text)
     except OSError as error:
-        raise WangenError(
-            f"cannot read the TOML file: {error.strerror}", where=str(path), cure="check the path, or publish again"
-        ) from None
+        raise WangenError(f"cannot read the TOML file: {error.strerror}", where=str(path), cure=cure) from None
     except UnicodeDecodeError:
         raise UsageError("the TOML file is not UTF-8", where=str(path), cure="save it as UTF-8") from None
     except tomllib.TOMLDecodeError as error:
@@ -219,7 +221,7 @@ def select(entries: tuple[DatasetEntry, ...], resolution: str, where: str) -> tu
 
 
 def _read_blocks(path: Path, *, tell: bool) -> tuple[DatasetEntry, ...]:
-    values = load(path)
+    values = load(path, "check the path; if publish wrote it, publish again")
     refuse_unknown(values, {"general", "datasets"}, str(path))
     general = values.get("general", {})
     blocks = values.get("datasets", [])

@@ -90,6 +90,15 @@ def test_a_key_that_stands_twice_is_refused(tmp_path):
     assert parse(Train, [*TRAIN, "--config_file", str(twice)]).seed == 2
 
 
+def test_a_file_that_names_a_toml_and_a_manifest_is_named(tmp_path):
+    file, words = tmp_path / "mine.toml", ["--output_dir", "o", "--output_name", "n", "--dit", "d", "--vae", "v"]
+    file.write_text('dataset_config = "d.toml"\nmanifest = "m.jsonl"\n', encoding="utf-8")
+    with pytest.raises(UsageError, match="--dataset_config and --manifest contradict each other") as error:
+        parse(Train, [*words, "--config_file", str(file)])
+    assert error.value.where == str(file)
+    assert parse(Train, [*words, "--config_file", str(file), "--manifest", "a.jsonl"]).dataset_config is None
+
+
 def test_steps_on_the_command_line_win_over_epochs_in_the_file(tmp_path):
     file = tmp_path / "mine.toml"
     file.write_text("max_train_epochs = 2\n", encoding="utf-8")
@@ -104,8 +113,9 @@ def test_a_name_that_does_not_ship_lists_those_that_do(tmp_path, monkeypatch):
     assert "none of that name ships with wangen" in error.value.found
     assert error.value.cure == "give a path, or one of captioned-images, world-model"
     for path in ("world-model.toml", str(tmp_path / "world-model")):
-        with pytest.raises(WangenError, match="cannot read the TOML file"):
+        with pytest.raises(WangenError, match="cannot read the TOML file") as missing:
             parse(Train, [*TRAIN, "--config_file", path])
+        assert missing.value.cure == "check the path"
 
 
 def test_a_file_of_the_name_wins_and_a_folder_does_not(tmp_path, monkeypatch):
