@@ -10,7 +10,7 @@ from typing import Literal
 
 from wangen.generator import pictures, videos
 from wangen.generator.colours import is_profiled
-from wangen.generator.errors import WangenError, read_cure
+from wangen.generator.errors import WangenError, is_blank, read_cure
 from wangen.generator.excerpts import Excerpt
 from wangen.generator.files import read_file
 from wangen.generator.install import require_library
@@ -239,7 +239,7 @@ def read_caption(path: Path) -> str:
         raise BadItemError(path, f"cannot be read: {error.strerror}", read_cure(error)) from None
     if "\0" in caption:  # what UTF-16 without its mark looks like
         raise BadItemError(path, "is not UTF-8", "save it as UTF-8")
-    if not caption:
+    if is_blank(caption):
         raise BadItemError(path, "is empty", "describe the picture in a sentence")
     return caption
 
@@ -250,7 +250,7 @@ def split_captions(text: str, *, multiple: bool) -> tuple[str, ...]:
     >>> split_captions("a cat\r\n\n a red cat", multiple=True)
     ('a cat', 'a red cat')
     """
-    return tuple(line.strip() for line in text.split("\n") if line.strip()) if multiple else (text,)
+    return tuple(line.strip() for line in text.split("\n") if not is_blank(line)) if multiple else (text,)
 
 
 class _CaptionNames:

@@ -2,6 +2,7 @@
 
 import errno
 import os
+import unicodedata
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
@@ -39,7 +40,7 @@ class WangenError(Exception):
           where: a.jpg
           do:    write a.txt
         """
-        lines = [self.found]
+        lines = [shortened(line, _LINE) for line in self.found.split("\n")]
         if self.where:
             lines.append(f"  where: {printable(shortened(self.where))}")
         if self.cure:
@@ -144,17 +145,23 @@ def _is_nowhere() -> bool:
         return True
 
 
-def shortened(text: str) -> str:
+_SHOWN = 400
+"""So many characters of a path are shown."""
+_LINE = 1000
+"""So many of a line that says a fact, which may repeat what a user wrote."""
+
+
+def shortened(text: str, most: int = _SHOWN) -> str:
     """A text of at most a few lines: a path can have thousands of characters.
 
     >>> shortened("a" * 500) == "a" * 200 + "…" + "a" * 100
     True
     """
-    return text if len(text) <= _SHOWN else f"{text[:200]}…{text[-100:]}"
+    return text if len(text) <= most else f"{text[: most // 2]}…{text[-most // 4 :]}"
 
 
-_SHOWN = 400
-"""So many characters of a path are shown."""
+_SHOW_NOTHING = {"Cc", "Cf", "Zs", "Zl", "Zp"}
+"""Categories of Unicode: control and format characters, blanks."""
 _NAMED = 5
 """So many of many names are."""
 
@@ -166,6 +173,15 @@ def printable(text: str) -> str:
     a\x1b[31m\nb
     """
     return "".join(letter if letter.isprintable() else ascii(letter)[1:-1] for letter in text)
+
+
+def is_blank(text: str) -> bool:
+    r"""Whether a text has nothing but blanks and characters that show nothing, such as a zero-width space.
+
+    >>> is_blank(" \u200b\ufeff\n"), is_blank("\u200bcat")
+    (True, False)
+    """
+    return all(unicodedata.category(letter) in _SHOW_NOTHING for letter in text)
 
 
 def many(number: int, what: str, plural: str = "") -> str:

@@ -35,7 +35,7 @@ from wangen.generator.dataset import (
     read_caption,
     split_captions,
 )
-from wangen.generator.errors import UsageError, WangenError, printable
+from wangen.generator.errors import UsageError, WangenError, is_blank, printable
 from wangen.generator.excerpts import Excerpt, read_excerpt
 from wangen.generator.files import read_file, special
 
@@ -310,7 +310,7 @@ def _captions(
         raise _LineError(f"caption must be a text or a list of texts, got {json.dumps(raw)[:40]}")
     if texts == [""] and empty:
         return ("",), origin
-    if not all(text.strip() for text in texts):
+    if any(map(is_blank, texts)):
         raise _LineError("its caption is empty", "describe the picture in a sentence")
     if not all(_is_unicode(text) for text in texts):
         raise _LineError("its caption holds half a character")

@@ -113,6 +113,8 @@ def test_everything_that_is_wrong_is_listed_at_once(tmp_path):
         "uncaptioned.jpg": jpeg,
         "empty.jpg": jpeg,
         "empty.txt": " \n",
+        "invisible.jpg": jpeg,
+        "invisible.txt": "\u200b \u2060\n",
         "latin.jpg": jpeg,
         "latin.txt": "Stra\xdfe".encode("latin-1"),
         "utf16.jpg": jpeg,
@@ -132,11 +134,11 @@ def test_everything_that_is_wrong_is_listed_at_once(tmp_path):
     assert [item.path.name for item in items] == ["fine.jpg"]
     found = {problem.path.name: problem.found for problem in problems}
     assert found.keys() == {
-        "uncaptioned.jpg", "empty.txt", "latin.txt", "utf16.txt", "truncated.jpg", "zero.png", "broken.mp4",
-        "text.mp4", "odd.png",
+        "uncaptioned.jpg", "empty.txt", "invisible.txt", "latin.txt", "utf16.txt", "truncated.jpg", "zero.png",
+        "broken.mp4", "text.mp4", "odd.png",
     }  # fmt: skip
     assert found["uncaptioned.jpg"] == "has no caption"
-    assert found["empty.txt"] == "is empty"
+    assert found["empty.txt"] == found["invisible.txt"] == "is empty"
     assert found["latin.txt"] == found["utf16.txt"] == "is not UTF-8"
     assert "truncated" in found["truncated.jpg"]
     assert found["zero.png"] == "is empty (0 bytes)"

@@ -171,6 +171,7 @@ def test_the_dataset_for_torch_reads_excerpts(shard, tmp_path):
         ({"frames": None}, "frames must be a whole number from 1 on, got None"),
         ({"mask_path": "@"}, "takes frames of a longer video, and has a clip as its control or mask"),
         ({"prompt": " "}, "its caption is empty"),
+        ({"prompt": ["a cat", "\u200b"]}, "its caption is empty"),
     ],
 )
 def test_lines_that_cannot_be_used(shard, tmp_path, changes, words):

@@ -201,6 +201,14 @@ def test_another_encoding_is_refused(tmp_path):
     assert refusal(tmp_path, BLOCK.encode("utf-16")).cure == "save it as UTF-8"
 
 
+def test_a_value_of_thousands_of_characters_is_shortened(tmp_path):
+    error = refusal(tmp_path, BLOCK + f'batch_size = "{"a b" * 2000}"\n')
+    first, *_ = str(error).split("\n")
+    assert first.startswith("batch_size must be a whole number above 0, got 'a ba b")
+    assert first.endswith("ba b'")
+    assert len(first) == 751
+
+
 def test_missing_file(tmp_path):
     with pytest.raises(WangenError, match="cannot read the TOML file"):
         load(tmp_path / "none.toml")
