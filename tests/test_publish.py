@@ -274,3 +274,18 @@ def test_weights_in_a_folder_of_their_own_are_not_put_into_the_bundle(place, cap
     folder = models.replace("\\", "/")
     shown = capsys.readouterr().out
     assert f"next: put the weights to {folder}/Wan2.1_VAE.pth (windows, not seen from here)\n" in shown
+
+
+@pytest.mark.skipif(os.name == "nt", reason="rights of POSIX")
+@pytest.mark.parametrize(("umask", "text", "script"), [(0o022, 0o644, 0o755), (0o077, 0o600, 0o700)])
+def test_the_rights_of_what_is_written_follow_the_umask(place, umask, text, script):
+    dataset(place)
+    before = os.umask(umask)
+    try:
+        assert publish(place, "--platform", "linux") == 0
+    finally:
+        os.umask(before)
+    written = [path for path in (place / "published/linux").rglob("*") if path.suffix in (".sh", ".toml", ".whl")]
+    assert {path.suffix for path in written} == {".sh", ".toml", ".whl"}
+    for path in written:
+        assert path.stat().st_mode & 0o777 == (script if path.suffix == ".sh" else text), path

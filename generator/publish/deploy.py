@@ -143,7 +143,7 @@ def stage(final: Path, chunks: Iterable[bytes], mode: int | None = None, begin: 
     Args:
         final: the name that it will get.
         chunks: its content.
-        mode: permission bits.
+        mode: permission bits; those that the umask takes from a new file are taken from them.
         begin: how the name of the temporary file begins.
 
     Raises:
@@ -151,7 +151,11 @@ def stage(final: Path, chunks: Iterable[bytes], mode: int | None = None, begin: 
     """
     staged = Staged(_temporary(final, begin), final)
     with naming(final):
-        write_new(staged.temporary, chunks, mode)
+        write_new(staged.temporary, chunks, None)
+    if mode is not None:
+        made = staged.temporary.stat().st_mode
+        with suppress(OSError):  # on a share or a stick that another user has mounted all files have its rights
+            staged.temporary.chmod(mode & (made | (made & 0o444) >> 2))
     return staged
 
 
