@@ -358,6 +358,8 @@ def test_more_blocks_than_there_are_are_refused():
         BlockSwap(make_transformer(), 6, CPU)
     with pytest.raises(UsageError, match=r"--blocks_to_swap 5: only the 3 blocks that are recomputed"):
         BlockSwap(make_transformer(), 5, CPU, free_blocks=2)
+    with pytest.raises(UsageError, match="only the 1 block that is recomputed can be swapped"):
+        BlockSwap(make_transformer(), 2, CPU, free_blocks=4)
 
 
 def test_host_memory_that_cannot_be_pinned_is_said_once_and_used_as_it_is(monkeypatch, caplog):
