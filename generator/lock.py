@@ -279,11 +279,13 @@ def _beside(path: Path) -> Path:
 def read(path: Path) -> tuple[str, float] | None:
     """Content of a lock file and seconds since its last heartbeat; None when it is gone.
 
+    They are below 0 where it is of another machine, whose clock is ahead.
+
     Raises:
         OSError: it cannot be read.
     """
     try:
-        age_s = max(0.0, time.time() - path.stat().st_mtime)
+        age_s = time.time() - path.stat().st_mtime
         return path.read_text(encoding="utf-8", errors="replace"), age_s
     except FileNotFoundError:
         return None
@@ -343,11 +345,12 @@ def _busy(path: Path, owner: Owner | None, age_s: float, does: str) -> WangenErr
         # That of another machine is not known here.
         living = owner.run if owner.host != here() or alive(owner.run) else owner.step
         who = f"process {living[0]} on {owner.host}"
-    return TakenOverError(
-        f"another run {does}: {who}, last sign of life {age_s:.0f} s ago",
-        where=str(path),
-        cure="wait for it to end or stop it",
-    )
+    found = f"another run {does}: {who}, last sign of life {max(0.0, age_s):.0f} s ago"
+    cure = "wait for it to end or stop it"
+    if age_s < -GAP_S:
+        found = f"another run {does}: {who}, last sign of life {-age_s:.0f} s ahead of this machine's clock"
+        cure = f"{cure}; if it is dead, remove this file"
+    return TakenOverError(found, where=str(path), cure=cure)
 
 
 def this_process() -> Owner:

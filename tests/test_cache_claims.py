@@ -1,5 +1,6 @@
 """Claims on entries, between writers, threads and real processes."""
 
+import errno
 import json
 import os
 import signal
@@ -114,6 +115,22 @@ def test_a_read_only_folder_is_one_message(tmp_path: Path):
 
     with pytest.raises(WangenError, match="cannot write the cache entry"):
         claim()
+
+
+def test_a_claim_that_may_not_be_read_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    claim = tmp_path / f".claim-{LATENT.key(ENCODER)}"
+    claim.write_text("of another user")
+    read = Path.read_text
+
+    def denied(path: Path, *words: object, **named: object) -> str:
+        if path == claim:
+            raise PermissionError(errno.EACCES, "Permission denied", str(path))
+        return read(path, *words, **named)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(Path, "read_text", denied)
+    with Writer(tmp_path) as writer, pytest.raises(WangenError, match="Permission denied") as error:
+        writer.claim(LATENT, ENCODER)
+    assert error.value.where == str(claim)
 
 
 # Who holds it

@@ -174,6 +174,14 @@ def test_another_machine_counts_as_gone_when_it_has_not_beaten_for_long(path, ag
     assert path.exists() != free
 
 
+def test_a_sign_of_life_of_a_clock_that_is_ahead_is_told_as_such(path):
+    write(path, owner((1, 1.0), host="elsewhere"), -1000)
+    words = r"on elsewhere, last sign of life \d+ s ahead of this machine's clock"
+    with pytest.raises(WangenError, match=words) as told, hold(path):
+        pass
+    assert told.value.cure == "wait for it to end or stop it; if it is dead, remove this file"
+
+
 @pytest.mark.parametrize(
     "text",
     ["", '{"ho', '{"host": "x", "run": [1', '{"host": "h"}', '{"host": "h", "run": [], "step": 1}'],

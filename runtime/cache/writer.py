@@ -21,7 +21,7 @@ import torch
 from wangen.generator.errors import WangenError, bytes_text
 from wangen.generator.files import remove, replace, sync_folder
 from wangen.runtime.cache import recipes
-from wangen.runtime.cache.claims import Claims
+from wangen.runtime.cache.claims import CLAIM_NAME, Claims
 from wangen.runtime.cache.entries import CorruptEntryError, read_entry
 from wangen.runtime.cache.index import look
 from wangen.runtime.cache.leftovers import sweep, temporary_name
@@ -238,9 +238,10 @@ class Writer:
             room = f"; {bytes_text(num_bytes)} are to be written"
             with suppress(OSError):
                 room += f", {bytes_text(shutil.disk_usage(self.folder).free)} are free"
+        named = Path(os.fsdecode(error.filename or ""))  # a claim of another user's that nobody else may read
         return WangenError(
             f"cannot write the cache entry: {error.strerror}{room}",
-            where=str(self.folder),
+            where=str(named if CLAIM_NAME.fullmatch(named.name) else self.folder),
             cure="free space or fix the rights, then run the same line again: what was encoded stays",
         )
 
