@@ -297,6 +297,12 @@ def test_a_truncated_picture_is_named_and_the_others_stay(bundle: Bundle, capsys
     assert bundle.latents()["computed"] < 4
 
 
+def test_a_picture_that_is_none_is_answered_with_the_cure(bundle: Bundle, capsys: pytest.CaptureFixture[str]):
+    (bundle.photos / "coffee.jpg").write_bytes(b"\xff\xd8\xff" + bytes(100))
+    assert main(bundle.latents_line()) == 1
+    assert "coffee.jpg: cannot be read as an image; replace it or take it out\n" in capsys.readouterr().err
+
+
 def test_a_clip_too_short_is_named(bundle: Bundle, capsys: pytest.CaptureFixture[str]):
     bundle.toml.write_text(bundle.toml.read_text().replace("[5]", "[801]"))
     assert main(bundle.latents_line()) == 1
