@@ -5,6 +5,7 @@ The way of a step: options -> `execute` -> the step's `run(options)` -> `Report`
 
 import json
 import logging
+import math
 import os
 import platform
 import re
@@ -296,7 +297,7 @@ def write_beginning(step: Step, path: Path, inputs: Mapping[str, Any], **facts: 
 
 def _write(path: Path, content: Mapping[str, Any]) -> None:
     remove_left(path)
-    write_text(path, json.dumps(content, indent=2, ensure_ascii=False, default=plain) + "\n")
+    write_text(path, json.dumps(plain(content), indent=2, ensure_ascii=False, allow_nan=False) + "\n")
 
 
 def _settings(step: Step) -> dict[str, Any]:
@@ -320,14 +321,16 @@ def report_files(folder: Path, command: str) -> list[Path]:
 
 
 def plain(value: Any) -> Any:
-    """A value as JSON, and so a report, has it."""
+    """A value as JSON, and so a report, has it; JSON has no number that is not finite."""
     if isinstance(value, Path):
         return str(value)
     if isinstance(value, Mapping):
         return {str(key): plain(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
         return [plain(item) for item in value]
-    return value if isinstance(value, str | int | float | bool | None) else asdict(value)
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    return value if isinstance(value, str | int | float | bool | None) else plain(asdict(value))
 
 
 @cache

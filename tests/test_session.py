@@ -2,6 +2,7 @@
 
 import json
 import logging
+import math
 import os
 import re
 import signal
@@ -257,6 +258,13 @@ def test_a_report_holds_what_json_does_not_know(tmp_path, good):
     content = json.loads(path.read_bytes())
     assert content["inputs"] == {"path": "a", "error": {"1": ["b", None]}}
     assert content["result"] == report.result
+
+
+def test_a_number_that_is_none_is_null_in_the_report(tmp_path, good):
+    report = Report(tmp_path, "s", result={"held out": {"loss": math.nan, "losses": (1.5, math.inf)}})
+    text = write_report(replace(good, report_dir=None), report, 1.0).read_text(encoding="utf-8")
+    found = json.loads(text, parse_constant=lambda word: pytest.fail(f"{word} is no JSON"))
+    assert found["result"] == {"held out": {"loss": None, "losses": [1.5, None]}}
 
 
 def test_errors_say_fact_place_and_cure():
