@@ -50,6 +50,7 @@ from wangen.runtime.training.resuming import (
     find_state,
     leave_as_it_is,
     not_looked_at,
+    refuse_other_rank,
     require_own_files,
     trained_before,
 )
@@ -155,6 +156,7 @@ def _run_alone(options: Train, asked: Train, free: int | None, device: torch.dev
         done = [state.experts[expert.name].step for expert in plan.experts]
         if not plan.num_left(done) and LOOKED not in state.facts:
             return _done_before(plan, device, state, changed, ranks)
+        refuse_other_rank(plan, state, changed)
     if plan.may_have_seen:
         log.warning("  what is held out now may have been trained on before, in an earlier part of the run or by the "
                     "LoRA that it starts from: its loss is no proof of what was learned")  # fmt: skip

@@ -209,7 +209,7 @@ def test_bf16_trains_close_to_float32(tiny_run, tmp_path):
     assert half != full
 
 
-def test_changed_settings_stop_with_the_difference_and_two_ways_on(tiny_run, tmp_path):
+def test_changed_settings_stop_with_the_difference_and_two_ways_on(tiny_run, tmp_path, monkeypatch):
     options = tiny_run.options(tmp_path, max_train_steps=2)
     train.run(options)
     changed = replace(options, learning_rate=5e-4, max_train_steps=3)
@@ -219,8 +219,11 @@ def test_changed_settings_stop_with_the_difference_and_two_ways_on(tiny_run, tmp
     assert "--fresh" in str(error.value)
     assert "--resume_changed" in str(error.value)
     assert train.run(replace(changed, resume_changed=True)).result["steps_this_run"] == 1
-    with pytest.raises(WangenError, match="another rank"):
-        train.run(replace(changed, resume_changed=True, network_dim=8, max_train_steps=9))
+    with monkeypatch.context() as context:
+        context.setattr(train, "load_trainee", lambda *_words: pytest.fail("the model was loaded"))
+        with pytest.raises(WangenError, match="another rank") as error:
+            train.run(replace(changed, resume_changed=True, network_dim=8, max_train_steps=9))
+    assert error.value.exit_code == 2
     assert train.run(replace(changed, fresh=True)).result["steps_this_run"] == 3
 
 

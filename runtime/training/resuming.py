@@ -36,6 +36,7 @@ from wangen.runtime.training.facts import (
     VALIDATION,
     VALIDATION_BASE,
 )
+from wangen.runtime.training.flat import OTHER_ADAPTER
 from wangen.runtime.training.plan import SHARE, SIZES_OF_ADAPTERS, Plan, dataset_aspects, reads_share
 from wangen.runtime.training.timesteps import HIGH, LOW
 
@@ -187,6 +188,21 @@ def compared(plan: Plan, state: TrainingState, changed: Mapping[str, str], num_p
     if any(name.startswith(_BASE) for name in changed):  # what it was judged by was another model's
         state = replace(state, facts={**state.facts, VALIDATION_BASE: {}, BEST_SO_FAR: {}})
     return state
+
+
+def refuse_other_rank(plan: Plan, state: TrainingState, changed: Mapping[str, str]) -> None:
+    """Refuse to train an adapter of another rank than that of a state, before a model loads.
+
+    What else does not fit is found when the adapter is there (`wangen.runtime.training.flat`).
+
+    Raises:
+        UsageError: it has another one, whatever `--resume_changed` says.
+    """
+    options, others = plan.options, {"train_mode", "network_module", "dim_from_weights"}
+    sized_otherwise = options.train_mode == "full" or options.network_module == "lokr" or options.dim_from_weights
+    if "network_dim" in changed and not sized_otherwise and not others & changed.keys():
+        raise UsageError(f"the training state is of an adapter of another rank: {changed['network_dim']}",
+                         where=str(state.folder or plan.states), cure=OTHER_ADAPTER)  # fmt: skip
 
 
 def _go_on(plan: Plan, state: TrainingState, changed: Mapping[str, str]) -> str:
