@@ -242,6 +242,8 @@ class _Reader(Reader):
                 continue
             before = self.position
             words += self._argument()
+            if words and words[-1].raw == "--%":  # from here on PowerShell changes nothing
+                words.pop()
             self.position = max(self.position, before + 1)
         last = self.lines.at(max(start, self.position - 1))
         if words:

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 from wangen.generator.lint.script import UNKNOWN, Command, Word
 
-TEMPLATE = re.compile(r"\{\{[^{}\n]*\}\}|<[A-Za-z][\w .:/\\-]*>")
+TEMPLATE = re.compile(r"\{\{[^{}\n]*\}\}|<[A-Za-z](?:[\w .:/\\-]*[\w.:/\\-])?>")
 """What somebody was to replace: `{{models}}`, `<your name>`. No shell reads it as it is meant."""
 
 

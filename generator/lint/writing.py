@@ -10,7 +10,7 @@ from wangen.generator.script_bytes import wrong_line_ends, wrong_mark
 
 _MAX_LINE = 8191
 _PLACEHOLDER = re.compile(
-    r"(?:(?<=[=/\\ \"'])|\A)<[A-Za-z][\w .:/\\-]+>|\{\{[^{}\n]*\}\}"
+    r"(?:(?<=[=/\\ \"'])|\A)<[A-Za-z][\w .:/\\-]*[\w.:/\\-]>|\{\{[^{}\n]*\}\}"
     r"|(?<![A-Za-z0-9_])__[A-Z][A-Z0-9_]*__(?![A-Za-z0-9_])"
     r"|(?<![A-Za-z])YOUR[_ -][A-Z_]+|(?<![A-Za-z])your[_-][a-z_-]*(?:path|dir|folder|name|model|dataset|here)[a-z_-]*"
     r"|[/\\]?path[/\\]to[/\\][^\s\"']*|(?<![A-Za-z])(?:CHANGE|REPLACE)[_-]?(?:ME|THIS)|(?<![A-Za-z])PATH_TO_[A-Z_]+"
