@@ -354,12 +354,9 @@ def test_swapped_blocks_are_spread_evenly(num_blocks):
 
 
 def test_more_blocks_than_there_are_are_refused():
-    with pytest.raises(UsageError, match=r"--blocks_to_swap 6: only the 5 blocks that are recomputed"):
-        BlockSwap(make_transformer(), 6, CPU)
-    with pytest.raises(UsageError, match=r"--blocks_to_swap 5: only the 3 blocks that are recomputed"):
-        BlockSwap(make_transformer(), 5, CPU, free_blocks=2)
-    with pytest.raises(UsageError, match="only the 1 block that is recomputed can be swapped"):
-        BlockSwap(make_transformer(), 2, CPU, free_blocks=4)
+    for num_swapped, free, words in (6, 0, "5 blocks that are"), (5, 2, "3 blocks that are"), (2, 4, "1 block that is"):
+        with pytest.raises(UsageError, match=rf"--blocks_to_swap {num_swapped}: only the {words} recomputed"):
+            BlockSwap(make_transformer(), num_swapped, CPU, free_blocks=free)
 
 
 def test_host_memory_that_cannot_be_pinned_is_said_once_and_used_as_it_is(monkeypatch, caplog):

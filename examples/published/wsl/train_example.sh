@@ -11,7 +11,7 @@
 # You may change the values of the knobs below: publishing again keeps them. Any other edit makes publishing
 # leave this file as it is and write the new text beside it as train_example.sh.new.
 #
-# wangen-digest: 1a5e02514a4b55b4fb4bd9c87fc191b6
+# wangen-digest: f048149385ab8704b613afd49dd77ba3
 # Typographic quotes in a path or prompt are no typing errors.
 # shellcheck disable=SC1112
 # An editor for Windows may have put a carriage return behind every line: behind the first of these two, and hidden
@@ -169,7 +169,7 @@ export PYTHONUTF8=1 PYTHONSAFEPATH=1 WANGEN_SCRIPT="$WG_HERE/${WG_SELF##*/}" WAN
 if ! "$WG_PY" -c 'import wangen.runtime' >/dev/null; then
   wg_stop 1 "wangen: this Python cannot import wangen, as it says above: $WG_PY" \
     '  do:    run setup_wangen.sh beside this script, or type:' \
-    "$(printf "  %q -m pip install %q'[runtime]'" "$WG_PY" "$WG_ROOT/files/wangen-0.1.0-py3-none-any.whl")"
+    "$(printf "  %q -m pip install %q'/files/wangen-0.1.0-py3-none-any.whl[runtime]'" "$WG_PY" "$WG_ROOT")"
 fi
 
 if [ -z "$wg_only" ] || [ "$wg_only" = check ]; then
