@@ -28,7 +28,7 @@ from wangen.profiles import Model, TransformerSizes
 
 NOT_QUANTISED = 16.0
 FEW_STEPS, USUAL_STEPS = 500, 1500
-"""Of a LoRA: with fewer than the first one sees little of it as a rule; the second is in the midst of common practice."""
+"""Of a LoRA: fewer than the first show little as a rule; the second is in the midst of common practice."""
 
 
 @dataclass(frozen=True)
