@@ -193,6 +193,19 @@ def test_it_waits_for_a_run_that_has_not_begun(tmp_path):
         assert "chart-loss" in json.dumps(state)
 
 
+def test_a_look_at_which_nothing_changed_reads_no_line_again(tmp_path, monkeypatch):
+    begin(tmp_path, "cats", 3)
+    run = LiveRun(Watch(output_dir=write_metrics(tmp_path, [step_line(1), step_line(2)])))
+
+    class Unread(list[Any]):
+        def __iter__(self) -> Iterator[Any]:
+            raise AssertionError("a long run has a million of them")
+
+    run.state()
+    monkeypatch.setitem(vars(run.run), "records", Unread(run.run.records))
+    assert run.state()[1]["status"]["text"].startswith("Step 2 of 3: training")
+
+
 def status_after(folder: Path, seconds: float) -> str:
     now_s = (folder / "metrics.jsonl").stat().st_mtime + seconds
     return status_of(read_run(folder, None), now_s).word

@@ -18,7 +18,7 @@ from wangen.generator.session import Report
 from wangen.generator.steps import Watch
 from wangen.runtime.report.dataset import DatasetPart, look_at_dataset
 from wangen.runtime.report.media import Served
-from wangen.runtime.report.metrics_log import MetricsLog, num_steps
+from wangen.runtime.report.metrics_log import MetricsLog
 from wangen.runtime.report.page import Section, Status, make_sections, render
 from wangen.runtime.report.run_files import (
     DATASET_FLAGS,
@@ -35,8 +35,8 @@ QUIET_S = 60.0
 QUIET_STEPS = 30
 """So many steps' time without a new line is: on a GPU ten are written at once, and samples take their time."""
 
-_RATES, _MANY = 100, 10**9
-"""So many lines say how fast it is; what is no less than the other was not written by us."""
+_MANY = 10**9
+"""What is no less was not written by us."""
 
 QUICK_S, RESTS = 0.5, 10
 """Looking that takes longer, at a very long run, is followed by a rest so many times as long: training goes first."""
@@ -158,10 +158,9 @@ def _where(run: RunFiles, told: Mapping[str, Any]) -> tuple[str, str]:
     name, total = str(told.get("output_name", "")), told.get("num_steps")
     if not is_number(total) or total > _MANY:
         return f"Step {run.num_steps}", ""
-    own = [record for record in run.records if record.get("output_name") == name]
     expert = name.removeprefix(run.name).strip("_").replace("_", "-")
-    done = num_steps(own)
-    rates = [rate for record in own[-_RATES:] if is_number(rate := record.get("s_per_step")) and 0 < rate < _MANY]
+    done, last = run.turn
+    rates = [rate for record in last if is_number(rate := record.get("s_per_step")) and 0 < rate < _MANY]
     left_s = (total - done) * fmean(rates) if rates else 0.0
     step = f"{expert}, step {done} of {total}" if expert else f"Step {done} of {total}"
     return step, f"; the steps that are left take about {duration_text(left_s)}" if left_s > 0 else ""

@@ -4,6 +4,7 @@ import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path, PureWindowsPath
 from typing import Any
 
@@ -23,6 +24,9 @@ DATASET_FLAGS = ("dataset_config", "manifest")
 MEDIA_SUFFIXES = {".mp4": "video/mp4", ".webm": "video/webm", ".png": "image/png", ".webp": "image/webp",
                   ".jpg": "image/jpeg"}  # fmt: skip
 """What the page shows of files that others made."""
+
+_LAST_LINES = 100
+"""So many lines say how fast it is."""
 
 _LEVELS = 4
 """So many folders above the run's may be that of its script."""
@@ -158,10 +162,17 @@ class RunFiles:
         headers = (lora.metadata.get(TASK, "") for lora in self.loras)
         return next(filter(None, [*headers, self.told("task")]), "")
 
-    @property
+    @cached_property
     def num_steps(self) -> int:
         """Optimizer steps that are known of."""
         return num_steps(self.records) or max((lora.step or 0 for lora in self.loras), default=0)
+
+    @cached_property
+    def turn(self) -> tuple[int, Sequence[Record]]:
+        """The steps that training has done, and its last lines; of experts one after the other, whose turn it is."""
+        name = self.reports.get("train", {}).get("output_name", "")
+        own = [record for record in self.records if record.get("output_name") == name]
+        return num_steps(own), own[-_LAST_LINES:]
 
     def inside(self, name: str) -> Path | None:
         """A picture or video that a file of the run names; None of one that is not there or not inside the folder."""
