@@ -66,18 +66,23 @@ def _lines(label: str, total: int, done: int) -> Iterator[Advance]:
 
 
 class _Rate:
-    """How many are done, and how many of them in a second."""
+    """How many are done, and how many of them in a second, measured over the last half of them or more.
+
+    So what happened once, such as compiling or a machine that slept, does not count for what is left for long.
+    """
 
     def __init__(self, done: int) -> None:
         self.done = self._before = done
         self.per_s = 0.0
-        self._started = time.monotonic()
+        self._since = self._next = (time.monotonic(), done)  # the time when so many were done
 
     def words(self, more: int) -> str:
         """Count `more`, and say the rate; of what takes longer than a second how long."""
         self.done += more
-        seconds = time.monotonic() - self._started
-        self.per_s = (self.done - self._before) / seconds if seconds > 0 else 0.0
+        now, (then, done_then) = time.monotonic(), self._since
+        self.per_s = (self.done - done_then) / (now - then) if now > then else 0.0
+        if self.done - self._before > 2 * (self._next[1] - self._before):
+            self._since, self._next = self._next, (now, self.done)
         if not self.per_s:
             return ""
         return f"{self.per_s:.3g}/s" if self.per_s >= 1 else f"{1 / self.per_s:.3g} s each"

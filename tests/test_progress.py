@@ -6,6 +6,7 @@ import sys
 
 import pytest
 
+from wangen.generator.errors import duration_text
 from wangen.generator.progress import bar, byte_bar
 from wangen.runtime.progress import progress
 
@@ -73,6 +74,21 @@ def test_a_log_says_how_long_one_takes_and_all_that_are_left(seconds_each, rate,
             advance(1, "loss 0.1")
     last = [message for message in caplog.messages if "train 40/1040" in message]
     assert last == [f"  train 40/1040  {rate}  loss 0.1  {left}"]
+
+
+@pytest.mark.parametrize(("number", "seconds"), [(1, 111.0), (2, 137.0), (9, 8 * 3600.0)])
+def test_what_happened_once_does_not_stretch_the_time_that_is_left_for_long(number, seconds, monkeypatch, caplog):
+    """Compiling for the first items, or a machine that slept."""
+    caplog.set_level("INFO", "wangen")
+    now_s = [1000.0]
+    monkeypatch.setattr("wangen.runtime.progress.time.monotonic", lambda: now_s[0])
+    with progress("train", 1000, 500) as advance:
+        for done in range(1, 91):
+            now_s[0] += seconds if done == number else 0.25
+            advance(1, "")
+    step = 500 + number + 80  # a line every ten seconds
+    left_s = (1000 - step) / 4
+    assert caplog.messages[-1] == f"  train {step}/1000  4/s  {duration_text(left_s)} left"
 
 
 def test_a_bar_below_another_outlives_the_terminal_as_well(monkeypatch, caplog):
