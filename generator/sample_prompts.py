@@ -36,7 +36,7 @@ class SamplePrompt:
     """One video or image to make.
 
     Attributes:
-        prompt: what to show.
+        prompt: what to show; empty where a first frame says it.
         negative_prompt: what to avoid, where guidance is above 1.
         width: in pixels.
         height: in pixels.
@@ -170,7 +170,7 @@ def make_prompt(
         UsageError: as `read_prompts`.
     """
     text = values.get("prompt", "")
-    if not isinstance(text, str) or not text.strip():
+    if not isinstance(text, str) or not (text.strip() or values.get("image_path", defaults["image_path"])):
         raise UsageError("there is no prompt before the options", where=where, cure="write what to show")
     step_px = model.spatial_stride * model.patch[1]
     controls = _controls(values, defaults["control_image_path"], model, where, folder)

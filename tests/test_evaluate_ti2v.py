@@ -2,16 +2,20 @@
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
+from PIL import Image
 from safetensors.torch import save_file
 from train_cases import make_ti2v
 
+from wangen import profiles
 from wangen.generator.errors import UsageError
 from wangen.generator.header_keys import FINGERPRINT
-from wangen.generator.steps import Evaluate
+from wangen.generator.steps import Evaluate, Generate
 from wangen.runtime import evaluate, train
+from wangen.runtime.evaluation import prompts
 from wangen.runtime.evaluation.trained import given_frames
 from wangen.runtime.evaluation_file import read_evaluation
 
@@ -31,6 +35,23 @@ def test_the_headers_tell_the_first_frames(tmp_path):
     with pytest.raises(UsageError, match=r"five\.safetensors with 5, other\.safetensors with 1") as refused:
         given_frames([five, lora(tmp_path / "other.safetensors", condition_frames="1")])
     assert "--condition_frames N" in refused.value.cure
+
+
+def test_each_clip_without_a_caption_is_shown_by_its_first_frame(tmp_path, monkeypatch):
+    """As all clips of the raw world-model data are."""
+    picture = tmp_path / "first.png"
+    Image.new("RGB", (64, 64)).save(picture)
+    monkeypatch.setattr(prompts, "_first_frame", lambda _item, _folder: picture)
+    told = SimpleNamespace(caption="", label="", controls=())
+    items = [
+        SimpleNamespace(key=key, controls=(), sample=SimpleNamespace(
+            name=key, item=told, entry=SimpleNamespace(background_color="#ffffff"))) for key in ("a", "b")
+    ]  # fmt: skip
+    sampling = Generate(dit=tmp_path, vae=tmp_path, t5=tmp_path, save_path=tmp_path, seed=1, video_size=(64, 64))
+    found = prompts.choose_prompts(sampling, profiles.model("ti2v-5B"), items, 8, tmp_path)  # type: ignore[arg-type]
+    assert [(activity, one.prompt, one.image) for activity, one in found] == [("", "", picture)] * 2
+    with pytest.raises(UsageError, match="the caption of a is empty"):
+        prompts.choose_prompts(sampling, profiles.model("t2v-1.3B"), items, 8, tmp_path)  # type: ignore[arg-type]
 
 
 @pytest.mark.slow

@@ -161,6 +161,14 @@ def test_the_5b_has_sizes_of_32_and_may_have_a_first_frame(tmp_path, monkeypatch
     assert read_prompts(write(tmp_path, "d.txt", "A cat --f 1"), TI2V, 42)[0].frames == 1
 
 
+def test_a_first_frame_may_stand_without_words(tmp_path):
+    Image.new("RGB", (8, 8)).save(tmp_path / "first.png")
+    (prompt,) = read_prompts(write(tmp_path, "a.txt", "--i first.png --w 64 --h 64 --f 5\n"), TI2V, 42)
+    assert (prompt.prompt, prompt.image) == ("", tmp_path / "first.png")
+    with pytest.raises(UsageError, match="there is no prompt"):
+        read_prompts(write(tmp_path, "b.txt", "--w 64 --h 64 --f 5\n"), TI2V, 42)
+
+
 def test_image_to_video_needs_its_first_frame(tmp_path):
     with pytest.raises(UsageError, match="needs a first frame"):
         read_prompts(write(tmp_path, "a.txt", "A cat"), I2V, 42)

@@ -5,6 +5,7 @@ from dataclasses import replace
 from itertools import chain, islice, zip_longest
 from pathlib import Path
 
+from wangen.generator.errors import UsageError
 from wangen.generator.sample_prompts import SamplePrompt
 from wangen.generator.steps import Generate
 from wangen.profiles import Model
@@ -33,10 +34,13 @@ def choose_prompts(
     if sampling.prompt_file:
         own = replace(sampling, background_color=background_of(items))
         return [(prompt.prompt, prompt) for prompt in prompts_of(own, model)]
-    found = []
-    for item in islice(_by_turns(items), min(limit, len(items))):
+    found, pictured = [], model.condition not in ("text", "controls")
+    for item in islice(_by_turns(items, pictured), min(limit, len(items))):
         caption = item.sample.item.caption
-        image = _first_frame(item, folder) if model.condition not in ("text", "controls") else None
+        if not (caption or pictured):
+            raise UsageError(f"the caption of {item.sample.name} is empty: it says no video",
+                             cure="say what to show with --prompt_file, or give --num_videos 0")  # fmt: skip
+        image = _first_frame(item, folder) if pictured else None
         controls = item.sample.item.controls if model.max_controls else ()
         own = replace(sampling, prompt=caption, image_path=image, control_image_path=controls,
                       background_color=item.sample.entry.background_color)  # fmt: skip
@@ -44,11 +48,16 @@ def choose_prompts(
     return found
 
 
-def _by_turns(items: Sequence[CachedSample]) -> Iterator[CachedSample]:
-    """One item of every caption, and of its control images, of every activity in turn."""
+def _by_turns(items: Sequence[CachedSample], pictured: bool = False) -> Iterator[CachedSample]:
+    """One item of every caption, and of its control images, of every activity in turn.
+
+    Of items that are `pictured`, shown by their first frames, and whose caption is empty each is another.
+    """
     groups: dict[str, dict[tuple[str, ...], CachedSample]] = {}
     for item in items:
         asked = item.sample.item.caption, *(entry.content_key for entry in item.controls)
+        if pictured and not item.sample.item.caption:
+            asked = (item.key,)
         groups.setdefault(activity_of(item), {}).setdefault(asked, item)
     turns = zip_longest(*(group.values() for group in groups.values()))
     return filter(None, chain.from_iterable(turns))
