@@ -13,10 +13,10 @@ from typing import Any, Protocol
 
 import torch
 
-from wangen.generator.adapter_parts import PLAIN_LORA, Parts, adapter_modules, unfit_lora
+from wangen.generator.adapter_parts import PLAIN_LORA, Parts, adapter_modules, unfit_adapter, unfit_lora
 from wangen.generator.errors import WangenError
 from wangen.generator.formats import DOWNLOAD_AGAIN, TensorInfo
-from wangen.generator.kinds import expect
+from wangen.generator.kinds import expect, judge
 from wangen.generator.lora_config import (
     DIFFUSERS_METADATA,
     DIFFUSERS_PREFIX,
@@ -78,7 +78,10 @@ def read_lora(path: Path) -> Lora:
             differences, another model), or a damaged one: half a LoRA is worse than none.
     """
     file = lora_file(path)
-    header = expect(file, "lora", "--lora_weight")
+    header = expect(file, ("lora", "lora-other"), "--lora_weight")
+    if (judged := judge(header)).kind == "lora-other" and not unfit_adapter(header.tensors):
+        raise WangenError(f"this is {judged.words}, and only plain LoRAs can be merged into a checkpoint",
+                          where=str(file), cure="generate takes it as it is; or give a plain LoRA")  # fmt: skip
     if problem := unfit_lora(header.tensors):
         raise WangenError(problem, where=str(file), cure=f"give {PLAIN_LORA}")
     modules = adapter_modules(header.tensors)

@@ -187,7 +187,9 @@ def test_one_that_cannot_be_loaded_is_not_said_to_fit(tmp_path, capsys, change, 
 def test_merging_takes_plain_loras_alone(tmp_path, capsys):
     path = write(tmp_path / "a.safetensors", adapter_of("loha"), "comfyui")
     assert export(path, tmp_path / "b.safetensors", "--dit", str(path)) == 1
-    assert "this is a LoHa" in capsys.readouterr().err
+    told = capsys.readouterr().err
+    assert "this is a LoHa, and only plain LoRAs can be merged into a checkpoint" in told
+    assert "give a LoRA for Wan" not in told, "in every other step it is one"
 
 
 def test_only_an_adapter_of_the_same_kind_is_replaced(tmp_path, capsys):
