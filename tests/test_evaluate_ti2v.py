@@ -16,8 +16,10 @@ from wangen.generator.header_keys import FINGERPRINT
 from wangen.generator.steps import Evaluate, Generate
 from wangen.runtime import evaluate, train
 from wangen.runtime.evaluation import prompts
+from wangen.runtime.evaluation.tables import by_activity
 from wangen.runtime.evaluation.trained import given_frames
 from wangen.runtime.evaluation_file import read_evaluation
+from wangen.runtime.training.validation import Losses
 
 
 def lora(path: Path, **fingerprint: str) -> Path:
@@ -52,6 +54,11 @@ def test_each_clip_without_a_caption_is_shown_by_its_first_frame(tmp_path, monke
     assert [(activity, one.prompt, one.image) for activity, one in found] == [("", "", picture)] * 2
     with pytest.raises(UsageError, match="the caption of a is empty"):
         prompts.choose_prompts(sampling, profiles.model("t2v-1.3B"), items, 8, tmp_path)  # type: ignore[arg-type]
+
+
+def test_clips_without_label_and_caption_make_no_row_of_an_activity():
+    losses = Losses(("a", "b", "c"), (0.5,), 1, ((1.0,), (2.0,), (4.0,)))
+    assert [(row.name, row.base) for row in by_activity(losses, {"x": losses}, ["", "run", ""])] == [("run", 2.0)]
 
 
 @pytest.mark.slow

@@ -137,12 +137,12 @@ def by_timestep(base: Losses, found: Mapping[str, Losses]) -> tuple[Row, ...]:
 
 
 def by_activity(base: Losses, found: Mapping[str, Losses], activities: Sequence[str]) -> tuple[Row, ...]:
-    """A row for each activity, in the order of their names.
+    """A row for each activity that has a name, in the order of their names.
 
     Args:
         base: without any LoRA.
         found: checkpoint -> losses.
-        activities: of each item of `base.keys`.
+        activities: of each item of `base.keys`; empty where neither label nor caption says one.
     """
     _require_same(base, found.values())
 
@@ -150,7 +150,7 @@ def by_activity(base: Losses, found: Mapping[str, Losses], activities: Sequence[
         return lambda losses: fmean(fmean(losses.values[place]) for place in places)
 
     rows = []
-    for activity in sorted(set(activities)):
+    for activity in sorted(set(activities) - {""}):
         places = [place for place, name in enumerate(activities) if name == activity]
         rows.append(_row(activity, base, found, over(places), len(places)))
     return tuple(rows)
