@@ -211,3 +211,17 @@ def test_files_that_a_scanner_holds_for_a_moment_are_published(place, monkeypatc
     assert publish(place, "--platform", "linux") == 0
     assert (media(place) / "walk.txt").read_text() == "renewed"
     assert "Front.JPG" not in read_tree(media(place))
+
+
+def test_a_new_text_with_the_users_knobs_is_made_again_when_publishing_changes(place, capsys):
+    settings = (place / "wangen.toml").read_text()
+    publish(place, "--platform", "linux")
+    script = place / "published/linux" / f"train_{SLUG}.sh"
+    script.write_text(script.read_text().replace("SEED='42'", "SEED='7'") + "\n# mine\n")
+    for rank in (8, 4):
+        (place / "wangen.toml").write_text(f"{settings}[steps.train]\nnetwork_dim = {rank}\n")
+        capsys.readouterr()
+        assert publish(place, "--platform", "linux") == 0
+        assert f"the new text is {script.name}.new" in capsys.readouterr().out
+        new = script.with_name(f"{script.name}.new").read_text()
+        assert f"NETWORK_DIM='{rank}'" in new and "SEED='7'" in new

@@ -106,7 +106,7 @@ def setup_text(folder: Path, platform: Platform, root: str | None, venv: tuple[s
     data = setup_scripts.render(platform, root, venv, version("wangen"), shell)
     old = _read(path)
     if old is not None and old != data and not scripts.untouched(old):
-        return _kept(path, data, _mode(shell), _script_edited)
+        return _kept(path, data, _mode(shell), lambda there: _script_edited(there, {}))
     return _plain(path, old, data, _mode(shell))
 
 
@@ -259,7 +259,9 @@ def script_text(path: Path, bundle: scripts.Bundle, name: str) -> Text:
         return _plain(path, None, scripts.render(bundle, shell, name), _mode(shell))
     data, stays = scripts.merge(old, bundle, shell, name)
     if stays and data != old:
-        return replace(_kept(path, data, _mode(shell), _script_edited), broken=tuple(scripts.invalid_knobs(old)))
+        carried = scripts.read_knobs(data)
+        text = _kept(path, data, _mode(shell), lambda there: _script_edited(there, carried))
+        return replace(text, broken=tuple(scripts.invalid_knobs(old)))
     return replace(_plain(path, old, data, _mode(shell)), knobs=scripts.changed_knobs(data))
 
 
@@ -270,8 +272,10 @@ def _kept(path: Path, data: bytes, mode: int, edited: Callable[[bytes], bool]) -
     return Text(path, b"" if stuck or there == data else data, mode, "kept", stuck=stuck)
 
 
-def _script_edited(data: bytes) -> bool:
-    return not scripts.untouched(data) or bool(scripts.changed_knobs(data))
+def _script_edited(data: bytes, carried: Mapping[str, str]) -> bool:
+    """Whether a script differs from what was published; not by the values `carried` over from the one beside it."""
+    changed = scripts.changed_knobs(data).items()
+    return not scripts.untouched(data) or any(carried.get(knob) != value for knob, (value, _) in changed)
 
 
 def _read(path: Path) -> bytes | None:
