@@ -23,6 +23,7 @@ def _check_slug(name: str, folder: Path | None, platforms: Sequence[str]) -> int
     """`wangen check NAME`: every published target, as far as this machine sees it."""
     from wangen.generator import preflight, workspace
     from wangen.generator.paths import slugify
+    from wangen.generator.pictures import decoding_once
 
     place = workspace.read(folder)
     slug = slugify(name)
@@ -32,12 +33,13 @@ def _check_slug(name: str, folder: Path | None, platforms: Sequence[str]) -> int
         raise WangenError(f"{name!r} is not published", where=", ".join(str(target.folder) for target in targets),
                           cure=f"wangen publish {slug}")  # fmt: skip
     failed = False
-    for target in published:
-        click.echo(f"{slug} on {target.platform.name}: {target.folder}")
-        os.chdir(target.folder)
-        for line in preflight.look(place, target, slug):
-            click.echo(line)
-            failed |= line.level == "problem"
+    with decoding_once():
+        for target in published:
+            click.echo(f"{slug} on {target.platform.name}: {target.folder}")
+            os.chdir(target.folder)
+            for line in preflight.look(place, target, slug):
+                click.echo(line)
+                failed |= line.level == "problem"
     return int(failed)
 
 

@@ -17,7 +17,7 @@ from wangen.generator.install import require_library
 from wangen.generator.npz import SUFFIX, is_npz, is_other_archive, read_npz_facts
 from wangen.generator.pace import beat_of_packets, steady
 from wangen.generator.paths import windows_name_problem
-from wangen.generator.pictures import DECODING_ERRORS, open_picture, short
+from wangen.generator.pictures import DECODING_ERRORS, no_image, open_picture, short
 from wangen.generator.videos import HDR, aspect_of, flip_of, is_transparent, open_video, packet_times, square_size
 
 IMAGE_SUFFIXES = frozenset({".png", ".jpg", ".jpeg", ".webp", ".bmp", ".avif"})
@@ -335,7 +335,7 @@ def inspect(path: Path) -> "MediaFacts | Problem":
     try:
         facts = read_facts(path)
         if media_of(path) == "image":
-            _decode_image(path)
+            pictures.decode(path)
     except WangenError as error:
         return Problem(path, error.found, error.cure or REPLACE)
     return facts
@@ -355,17 +355,8 @@ def _image_facts(path: Path) -> MediaFacts:
     except Image.DecompressionBombError:
         raise WangenError("has more than 178 million pixels: make it smaller", where=str(path)) from None
     except DECODING_ERRORS as error:
-        raise _no_image(path, error) from None
+        raise no_image(path, error) from None
     return MediaFacts(*((height, width) if turned else (width, height)), 1, 0.0, transparent, profiled=profiled)
-
-
-def _decode_image(path: Path) -> None:
-    """Decode the pixels: a truncated file has a good header."""
-    try:
-        with open_picture(path) as image:
-            image.load()
-    except DECODING_ERRORS as error:
-        raise _no_image(path, error) from None
 
 
 def _video_facts(path: Path) -> MediaFacts:
@@ -391,9 +382,3 @@ def _video_facts(path: Path) -> MediaFacts:
     own, on_clock = beat_of_packets([time for time, _ in times], time_base, rate)
     return MediaFacts(width, height, len(times), duration_s, transparent, own, mirrored, aspect,
                       on_clock=on_clock, hdr=hdr, interlaced=interlaced)  # fmt: skip
-
-
-def _no_image(path: Path, error: BaseException) -> WangenError:
-    """What Pillow says of a file; where the system could not read it, the picture may be good."""
-    cure = read_cure(error) if isinstance(error, OSError) and error.errno else ""
-    return WangenError(f"cannot be read as an image ({short(error)})", where=str(path), cure=cure)

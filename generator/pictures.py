@@ -6,10 +6,13 @@ Pillow takes the decoder by content. One of them hands PostScript to Ghostscript
 import struct
 import warnings
 import zlib
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING
+
+from wangen.generator.errors import WangenError, read_cure
 
 if TYPE_CHECKING:
     from PIL import Image
@@ -39,6 +42,47 @@ def fault_of(path: Path) -> str:
             if start[at:].startswith(known):
                 return f"cannot be read as an image (it is {name}: save it as PNG or JPEG)"
     return "cannot be read as an image"
+
+
+class _Once:
+    """What is known of pictures while `decoding_once` is open."""
+
+    whole: set[tuple[int, ...]] | None = None
+
+
+@contextmanager
+def decoding_once() -> Iterator[None]:
+    """While it is open, a picture is decoded once, whatever its names: the bundles of several platforms link to one."""
+    _Once.whole = set()
+    try:
+        yield
+    finally:
+        _Once.whole = None
+
+
+def decode(path: Path) -> None:
+    """Decode the pixels: a picture that was cut short has a good header.
+
+    Raises:
+        WangenError: it cannot be read to its end.
+    """
+    try:
+        status = path.stat()
+        state = (status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns)
+        if _Once.whole is not None and state in _Once.whole:
+            return
+        with open_picture(path) as image:
+            image.load()
+    except DECODING_ERRORS as error:
+        raise no_image(path, error) from None
+    if _Once.whole is not None:
+        _Once.whole.add(state)
+
+
+def no_image(path: Path, error: BaseException) -> WangenError:
+    """What Pillow says of a file; where the system could not read it, the picture may be good."""
+    cure = read_cure(error) if isinstance(error, OSError) and error.errno else ""
+    return WangenError(f"cannot be read as an image ({short(error)})", where=str(path), cure=cure)
 
 
 def short(error: BaseException) -> str:

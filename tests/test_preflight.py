@@ -12,8 +12,10 @@ from kept import keep, put_back
 from test_cautions import clip as clip_in_hdr
 from tiny_weights import write_tiny_wan
 
+from wangen.generator import pictures
 from wangen.generator import target as targets
 from wangen.generator.cli import main
+from wangen.generator.pictures import open_picture
 from wangen.generator.target import host_platform_name
 
 HERE = host_platform_name()
@@ -95,6 +97,21 @@ def test_clips_that_are_not_taken_as_people_see_them_are_a_note(site, capsys, tm
     clip_in_hdr(site / "datasets/Red House/b.mp4", transfer=18)
     publish()
     assert check(capsys, 0).count("note     1 clip is in HDR (b.mp4)") == 2
+
+
+def test_a_picture_that_several_bundles_link_to_is_decoded_once(site, capsys, monkeypatch):
+    (site / "datasets/Red House/c.jpg").write_bytes(image_bytes())
+    (site / "datasets/Red House/c.txt").write_text("a cow")
+    publish()
+    decoded = []
+    monkeypatch.setattr(pictures, "open_picture", lambda path: decoded.append(path.name) or open_picture(path))
+    check(capsys, 0)
+    assert decoded.count("c.jpg") == 1
+    cut = site / "published/windows/files/datasets/red_house/64/c.jpg"
+    content = cut.read_bytes()
+    cut.unlink()
+    cut.write_bytes(content[:-200])
+    assert "c.jpg: cannot be read as an image" in check(capsys, 1), "another file of that name is looked at"
 
 
 def test_one_platform_only(site, capsys):
