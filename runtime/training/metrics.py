@@ -8,7 +8,7 @@ import logging
 import math
 import os
 from collections import deque
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from io import FileIO
 from pathlib import Path
@@ -57,8 +57,7 @@ class Metrics:
         self._is_refused = False
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            kept = _lines_until(path, step, {"", *experts}, name)
-            write_whole(path, [b"".join(kept)])
+            write_whole(path, _lines_until(path, step, {"", *experts}, name))
             self._file: FileIO | None = self._opened()
         except OSError as error:
             raise WangenError(f"cannot write: {error.strerror}", where=str(path), cure=write_cure(error)) from None
@@ -130,18 +129,19 @@ class Metrics:
         self.close()
 
 
-def _lines_until(path: Path, step: int, experts: Collection[str], name: str) -> list[bytes]:
+def _lines_until(path: Path, step: int, experts: Collection[str], name: str) -> Iterator[bytes]:
     """Complete lines up to `step` (those of step 0 only if the run is past it), and all of other experts and runs."""
     if not path.is_file():
-        return []
-    kept = []
-    for line in path.read_bytes().splitlines(keepends=True):
-        with suppress(ValueError, RecursionError, KeyError, TypeError, AttributeError):  # a line that is none
-            record = json.loads(line)
-            others = record.get("expert", "") not in experts or record.get("output_name", name) != name
-            if line.endswith(b"\n") and (others or (step and record["step"] <= step)):
-                kept.append(line)
-    return kept
+        return
+    with path.open("rb") as file:  # of a million steps it has 300 MB
+        for line in file:
+            kept = False
+            with suppress(ValueError, RecursionError, KeyError, TypeError, AttributeError):  # a line that is none
+                record = json.loads(line)
+                others = record.get("expert", "") not in experts or record.get("output_name", name) != name
+                kept = line.endswith(b"\n") and (others or bool(step and record["step"] <= step))
+            if kept:
+                yield line
 
 
 def _plain(value: Any) -> Any:
