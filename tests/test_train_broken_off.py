@@ -1,10 +1,9 @@
 """An interrupt while a run validates or samples: it ends soon, and the next start makes the rest, to the same bytes."""
 
-import contextlib
 import json
 import os
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,14 +13,13 @@ import together as forked
 from safetensors.torch import load_file, save_file
 from tiny import TinyRun
 from together import together, trained
+from train_cases import note_saves
 
 from wangen.generator.errors import WAS_STOPPED
 from wangen.generator.steps import Train
 from wangen.runtime import train
 from wangen.runtime.training import checkpoint, loop
 from wangen.runtime.training.facts import LOOKED
-from wangen.runtime.training.saving import save_state
-from wangen.runtime.training.throughput import Throughput
 from wangen.runtime.training.watching import Watching
 
 PROMPTS = "a red square --w 64 --h 64 --f 1 --s 3 --l 2\na blue wall --w 64 --h 64 --f 5 --s 2 --l 1\n"
@@ -164,20 +162,6 @@ def test_saving_what_an_interrupt_left_is_no_time_of_a_step(tiny_run: TinyRun, t
         checks(patch, lambda number: os.kill(os.getpid(), signal.SIGINT) if number == 3 else None)
         with pytest.raises(KeyboardInterrupt):
             train.run(options)
-    paused, pauses, saved_in = Throughput.paused, [], []
-
-    @contextlib.contextmanager
-    def noted_pause(self: Throughput) -> Iterator[None]:
-        with paused(self):
-            pauses.append(self)
-            yield
-            pauses.pop()
-
-    def noted_save(*given: Any, **named: Any) -> None:
-        saved_in.append(bool(pauses))
-        save_state(*given, **named)
-
-    monkeypatch.setattr(Throughput, "paused", noted_pause)
-    monkeypatch.setattr(loop, "save_state", noted_save)
+    saved_in = note_saves(monkeypatch, loop)
     assert train.run(options).counts["steps"] == 2
     assert saved_in[0], "the first is before the first step of this start"

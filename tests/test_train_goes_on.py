@@ -1,6 +1,5 @@
 """What a run finds from before: other flags, another run's files, a half-written state, an end that was cut short."""
 
-import contextlib
 import gc
 import json
 import logging
@@ -8,7 +7,6 @@ import os
 import re
 import signal
 import weakref
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
@@ -20,7 +18,7 @@ from runs import make_run
 from runs import options_of as run_options
 from safetensors.torch import load_file, save_file
 from tiny import TinyRun
-from train_cases import at_step, measured
+from train_cases import at_step, measured, note_saves
 
 from wangen.generator.steps import Train
 from wangen.runtime import train
@@ -29,8 +27,7 @@ from wangen.runtime.models.compute import Compute
 from wangen.runtime.models.wan import velocity_model
 from wangen.runtime.report.run_files import read_run
 from wangen.runtime.training import checkpoint, saving
-from wangen.runtime.training.saving import save_loras, save_state
-from wangen.runtime.training.throughput import Throughput
+from wangen.runtime.training.saving import save_loras
 
 pytest_plugins = ("optimizer_fixtures",)
 
@@ -176,21 +173,7 @@ def test_another_base_is_judged_anew(tiny_run, tmp_path):
 
 
 def test_the_log_has_the_rates_of_the_optimizer_and_no_time_of_saving(tiny_run, tmp_path, monkeypatch):
-    paused, pauses, saved_in = Throughput.paused, [], []
-
-    @contextlib.contextmanager
-    def noted_pause(self: Throughput) -> Iterator[None]:
-        with paused(self):
-            pauses.append(self)
-            yield
-            pauses.pop()
-
-    def noted_save(*given: Any, **named: Any) -> None:
-        saved_in.append(bool(pauses))
-        save_state(*given, **named)
-
-    monkeypatch.setattr(Throughput, "paused", noted_pause)
-    monkeypatch.setattr(saving, "save_state", noted_save)
+    saved_in = note_saves(monkeypatch, saving)
     options = tiny_run.options(
         tmp_path, max_train_steps=3, loraplus_lr_ratio=16.0, scale_weight_norms=1e-6, save_state_every_n_steps=1
     )

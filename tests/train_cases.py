@@ -1,9 +1,11 @@
 """A dataset with masks, a regularisation set and batches of two, and runs on it that are cut off and go on."""
 
+import contextlib
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -19,6 +21,8 @@ from wangen.generator.steps import CacheLatents, CacheText, Train
 from wangen.runtime import cache_latents, cache_text, train
 from wangen.runtime.models import family
 from wangen.runtime.training import loop
+from wangen.runtime.training.saving import save_state
+from wangen.runtime.training.throughput import Throughput
 
 VECTORS = Path(__file__).parent / "vectors"
 Changes = dict[str, Any]
@@ -185,3 +189,23 @@ def cut_off(options: Train, step: int) -> None:
         at_step(patch, step, cut)
         with pytest.raises(PowerCutError):
             train.run(options)
+
+
+def note_saves(patch: pytest.MonkeyPatch, module: ModuleType) -> list[bool]:
+    """For each state that a module saves from now on whether the steps' time was paused then; it grows."""
+    paused, pauses, saved_in = Throughput.paused, list[Throughput](), list[bool]()
+
+    @contextlib.contextmanager
+    def noted_pause(self: Throughput) -> Iterator[None]:
+        with paused(self):
+            pauses.append(self)
+            yield
+            pauses.pop()
+
+    def noted_save(*given: Any, **named: Any) -> None:
+        saved_in.append(bool(pauses))
+        save_state(*given, **named)
+
+    patch.setattr(Throughput, "paused", noted_pause)
+    patch.setattr(module, "save_state", noted_save)
+    return saved_in
