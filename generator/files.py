@@ -240,13 +240,18 @@ def write_new(path: Path, chunks: Iterable[bytes | memoryview], mode: int | None
             file.flush()
             os.fsync(file.fileno())
         if mode is not None:
-            with suppress(OSError):  # on a share or a stick that another user has mounted all files have its rights
-                path.chmod(mode)
+            set_rights(path, mode)
         whole = True
     finally:
         if not whole:
             with suppress(OSError):
                 path.unlink(missing_ok=True)
+
+
+def set_rights(path: Path, mode: int) -> None:
+    """Give a file its permission bits; on a share or a stick that another user has mounted all files have its own."""
+    with suppress(OSError):
+        path.chmod(mode)
 
 
 def write_text(path: Path, text: str) -> None:

@@ -267,9 +267,14 @@ def refuse_more_blocks(options: Train, num_blocks: int) -> None:
         raise UsageError(f"--checkpointing_free_blocks {options.checkpointing_free_blocks}: the model has "
                          f"{num_blocks} blocks", cure=f"give 0 to {num_blocks}{beside}")  # fmt: skip
     if (options.blocks_to_swap or 0) > room:
-        are = "is" if room == 1 else "are"
-        raise UsageError(f"--blocks_to_swap {options.blocks_to_swap}: only the {many(room, 'block')} that {are} "
-                         "recomputed can be swapped", cure=f"give 0 to {room}{beside}")  # fmt: skip
+        raise not_so_many_swapped(options.blocks_to_swap or 0, room, beside)
+
+
+def not_so_many_swapped(num_swapped: int, room: int, beside: str = "") -> UsageError:
+    """What is said where only `room` blocks can be swapped; `beside` is added to what to do."""
+    are = "is" if room == 1 else "are"
+    return UsageError(f"--blocks_to_swap {num_swapped}: only the {many(room, 'block')} that {are} recomputed can be "
+                      "swapped", cure=f"give 0 to {room}{beside}")  # fmt: skip
 
 
 def refuse_experts(options: Train, model: profiles.Model) -> None:

@@ -29,8 +29,8 @@ from wangen.generator.memory import (
 )
 from wangen.generator.plan.saves import saved_bytes
 from wangen.generator.plan.shapes import Shape, Survey
+from wangen.generator.run_length import num_steps_of
 from wangen.generator.small_steps import is_small, replays
-from wangen.generator.step_parts import DEFAULT_EPOCHS
 from wangen.generator.steps import Train
 from wangen.generator.weight_counts import CLIP_TOKENS
 from wangen.profiles import Model
@@ -165,7 +165,7 @@ def plan_run(
     steps = -(-batches // (train.gradient_accumulation_steps * processes))
     return RunPlan(
         train=train, model=model, gpu=gpu, processes=processes, shapes=shapes, steps_per_epoch=steps,
-        num_steps=_num_steps(train, steps) if survey.exact else None, settings=settings, rows=rows, budget=budget,
+        num_steps=num_steps_of(train, steps) if survey.exact else None, settings=settings, rows=rows, budget=budget,
         cache_bytes=survey.cache_bytes, state_bytes=saved_bytes(train, all_trained(train, model)),
     )  # fmt: skip
 
@@ -185,12 +185,6 @@ def _num_batches(survey: Survey) -> int:
     for shape, uses in survey.uses.items():
         together[Shape(shape.size, shape.num_frames, batch_size=shape.batch_size)] += uses
     return sum(-(-uses // shape.batch_size) for shape, uses in together.items())
-
-
-def _num_steps(train: Train, per_epoch: int) -> int:
-    if train.max_train_epochs is None and train.max_train_steps is not None:
-        return train.max_train_steps
-    return (DEFAULT_EPOCHS if train.max_train_epochs is None else train.max_train_epochs) * per_epoch
 
 
 def memory_tokens(shape: Shape, model: Model, rows: int) -> int:

@@ -20,6 +20,7 @@ from wangen.generator.plan.earlier import Measured, measured
 from wangen.generator.plan.estimate import RunPlan, plan_run, tokens_of_a_step
 from wangen.generator.plan.scripted import Scripted
 from wangen.generator.plan.shapes import Shape, Survey, nominal, survey
+from wangen.generator.run_length import goes_by_steps
 from wangen.generator.seen import seen_entry
 from wangen.generator.steps import CacheLatents, CacheText, Train
 from wangen.generator.tomls import DatasetEntry, read_dataset
@@ -96,7 +97,8 @@ def _plan_here(script: Scripted, gpu: Gpu | None, num_cards: int, here: bool) ->
         notes.append(f"--gpus {processes}: this machine shows {many(num_cards, 'card')}")
     plan = plan_run(train, model, found, gpu, processes=processes, bits=bits)
     cure = find_cure(plan) if plan.fits is False else None
-    notes += filter(None, [_few_steps(plan)])
+    if few := _few_steps(plan):
+        notes.append(few)
     if gpu and plan.fits and gpu.free < plan.budget.device:
         notes.append(f"only {gib_text(gpu.free)} of the card are free now: close what uses it")
     earlier = measured(train, tokens_of_a_step(plan)) if here else None
@@ -186,8 +188,7 @@ def _surveyed(
 def _few_steps(plan: RunPlan) -> str:
     """What is to be said where a LoRA's epochs are few steps, as the default's are on a small dataset."""
     train = plan.train
-    by_steps = train.max_train_epochs is None and train.max_train_steps is not None
-    if train.train_mode != "lora" or by_steps or not plan.num_steps or plan.num_steps >= FEW_STEPS:
+    if train.train_mode != "lora" or goes_by_steps(train) or not plan.num_steps or plan.num_steps >= FEW_STEPS:
         return ""
     epochs = -(-USUAL_STEPS // plan.steps_per_epoch)
     return f"{plan.num_steps} steps are few for a LoRA: MAX_TRAIN_EPOCHS {epochs} makes {epochs * plan.steps_per_epoch}"

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import NamedTuple, TypeVar
 
 from wangen.generator.errors import WangenError
-from wangen.generator.files import naming, remove, replace, sync_folder, write_new
+from wangen.generator.files import naming, remove, replace, set_rights, sync_folder, write_new
 from wangen.generator.publish import manifest
 from wangen.generator.publish.folder import FolderPlan, Wanted
 from wangen.generator.publish.manifest import UNKNOWN, FileState, Manifest, Record
@@ -154,8 +154,7 @@ def stage(final: Path, chunks: Iterable[bytes], mode: int | None = None, begin: 
         write_new(staged.temporary, chunks, None)
     if mode is not None:
         made = staged.temporary.stat().st_mode
-        with suppress(OSError):  # on a share or a stick that another user has mounted all files have its rights
-            staged.temporary.chmod(mode & (made | (made & 0o444) >> 2))
+        set_rights(staged.temporary, mode & (made | (made & 0o444) >> 2))
     return staged
 
 

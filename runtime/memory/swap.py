@@ -20,7 +20,7 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
-from wangen.generator.errors import UsageError, many
+from wangen.generator.train_refusals import not_so_many_swapped
 from wangen.runtime.memory.blocks import blocks_of
 
 log = logging.getLogger("wangen")
@@ -338,9 +338,7 @@ def spread(num_blocks: int, num_swapped: int) -> frozenset[int]:
     ([2, 6], [0, 1, 2], [])
     """
     if not 0 <= num_swapped <= num_blocks:
-        are = "is" if num_blocks == 1 else "are"
-        raise UsageError(f"--blocks_to_swap {num_swapped}: only the {many(num_blocks, 'block')} that {are} recomputed "
-                         "can be swapped", cure=f"give 0 to {num_blocks}")  # fmt: skip
+        raise not_so_many_swapped(num_swapped, num_blocks)
     return frozenset((2 * number + 1) * num_blocks // (2 * num_swapped) for number in range(num_swapped))
 
 

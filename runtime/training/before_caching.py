@@ -7,10 +7,11 @@ from pathlib import Path
 import torch
 
 from wangen import profiles
+from wangen.generator.run_length import num_steps_of
 from wangen.generator.steps import Train
 from wangen.runtime.training.loading import require_room_to_save
 from wangen.runtime.training.optim import try_out
-from wangen.runtime.training.plan import Plan, num_steps_of, plan_experts
+from wangen.runtime.training.plan import Plan, plan_experts
 from wangen.runtime.training.refusals import MANY_STEPS, refuse_anywhere, resolved
 from wangen.runtime.training.schedules import make_schedule
 

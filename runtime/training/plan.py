@@ -13,7 +13,7 @@ from wangen.generator import headers
 from wangen.generator.errors import UsageError, many
 from wangen.generator.lora_config import lora_identity
 from wangen.generator.memory import SHORT_TEXT, batches_of_a_pass, tokens_beside
-from wangen.generator.step_parts import DEFAULT_EPOCHS
+from wangen.generator.run_length import num_steps_of
 from wangen.generator.steps import Train
 from wangen.generator.table import options as flags_of
 from wangen.runtime.cache import digest
@@ -237,14 +237,6 @@ def make_plan(
         make_schedule(options, expert.num_steps)
     return Plan(options, model, samples, held_out, per_epoch, experts, _fingerprint(options, samples, experts),
                 batches_per_epoch=batches)  # fmt: skip
-
-
-def num_steps_of(options: Train, steps_per_epoch: int) -> int:
-    """Optimizer steps in all, from the flags."""
-    epochs = options.max_train_epochs
-    if epochs is None and options.max_train_steps is not None:
-        return options.max_train_steps
-    return (DEFAULT_EPOCHS if epochs is None else epochs) * steps_per_epoch
 
 
 def count_tokens(samples: Iterable[Sample], model: profiles.Model) -> Mapping[int, int]:
